@@ -1,0 +1,1 @@
+"""Multi-LoRA operations: plain torch references, one folder per op, and the vLLM plugin that uses them."""
