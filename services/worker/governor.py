@@ -1,0 +1,133 @@
+"""The governor stands between the OpenAI application and the engine: handle check, in-flight counts, cancellation, metering.
+
+Quotas and fairness come here as decisions of shared/policy; `admit` is their seam.
+"""
+
+import asyncio
+from contextvars import ContextVar
+
+from shared.contracts.inference import Handle, Totals
+from shared.errors import HandleMismatch, TenantryError
+
+
+class Attempt:
+    """One attempt of one request while it is in this worker. Mutable; owned by the governor."""
+
+    def __init__(self, request_id: str, attempt: int, router_id: str, handle: Handle, path: str) -> None:
+        self.request_id = request_id
+        self.attempt = attempt
+        self.router_id = router_id
+        self.handle = handle
+        self.path = path
+        self.admitted = asyncio.Event()
+        self.refusal: TenantryError | None = None  # set: whatever the application answers is replaced by this error
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.engine_started_s: float | None = None  # loop time of admission
+        self.engine_ms = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.request_id, self.attempt)
+
+    def totals(self) -> Totals:
+        return Totals(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+            engine_ms=self.engine_ms,
+        )
+
+
+current_attempt: ContextVar[Attempt] = ContextVar("tenantry_current_attempt")
+
+
+class AdapterTotals:
+    """Since this incarnation started, for one adapter (or the base)."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+
+
+class Governor:
+    """In-flight attempts by subject id (adapter_id, or the base's). Counts fall on every way out: `end` is in a finally."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[tuple[str, int], Attempt] = {}
+        self._by_subject: dict[str, set[tuple[str, int]]] = {}
+        self._idle: dict[str, asyncio.Event] = {}
+        self.totals: dict[str, AdapterTotals] = {}
+
+    def begin(self, attempt: Attempt) -> None:
+        """Counts it as in flight, before anything can await."""
+        subject = attempt.handle.subject_id
+        self._attempts[attempt.key] = attempt
+        self._by_subject.setdefault(subject, set()).add(attempt.key)
+        self._idle.setdefault(subject, asyncio.Event()).clear()
+        self.totals.setdefault(subject, AdapterTotals()).requests += 1
+
+    def end(self, attempt: Attempt) -> None:
+        """Idempotent."""
+        if self._attempts.pop(attempt.key, None) is None:
+            return
+        subject = attempt.handle.subject_id
+        members = self._by_subject[subject]
+        members.discard(attempt.key)
+        totals = self.totals[subject]
+        totals.prompt_tokens += attempt.prompt_tokens
+        totals.completion_tokens += attempt.completion_tokens
+        if not members:
+            del self._by_subject[subject]
+            self._idle.pop(subject).set()
+
+    def attempts(self, subject_id: str = "") -> list[Attempt]:
+        """Those in flight, of one subject or all."""
+        if not subject_id:
+            return list(self._attempts.values())
+        return [self._attempts[key] for key in self._by_subject.get(subject_id, ())]
+
+    def find(self, request_id: str, attempt: int) -> Attempt | None:
+        return self._attempts.get((request_id, attempt))
+
+    def in_flight(self, subject_id: str = "") -> int:
+        return len(self._by_subject.get(subject_id, ())) if subject_id else len(self._attempts)
+
+    async def wait_idle(self, subject_id: str) -> None:
+        """Returns once nothing of the subject is in flight."""
+        event = self._idle.get(subject_id)
+        if event is not None:
+            await event.wait()
+
+    def check_handle(self, attempt: Attempt, engine_adapter_id: str) -> None:
+        """The adapter that reached the engine ("" for the base) is the one the request resolved to.
+
+        :raises HandleMismatch: it is not; the attempt's refusal is set, so that nothing of its answer goes out.
+        """
+        if engine_adapter_id == attempt.handle.adapter_id:
+            return
+        attempt.refusal = HandleMismatch(
+            "the engine was about to answer with another adapter than the request resolved to; nothing was sent",
+            expected=attempt.handle.digest or attempt.handle.base,
+        )
+        raise attempt.refusal
+
+    async def admit(self, attempt: Attempt, prompt_tokens: int, max_tokens: int, samples: int, now_s: float) -> None:
+        """Lets the generation start, or waits, or refuses. Tokens and samples are what a reservation will be made of.
+
+        :raises TenantryError: refused (the attempt's refusal is set).
+        """
+        del max_tokens, samples  # what a KV reservation will count; admission has no limits yet
+        attempt.prompt_tokens += prompt_tokens
+        if attempt.engine_started_s is None:
+            attempt.engine_started_s = now_s
+        attempt.admitted.set()
+
+    def count(self, attempt: Attempt, *, completion_tokens: int, cached_tokens: int, now_s: float) -> None:
+        """Adds what one step of the engine made."""
+        attempt.completion_tokens += completion_tokens
+        attempt.cached_tokens = max(attempt.cached_tokens, cached_tokens)
+        if attempt.engine_started_s is not None:
+            attempt.engine_ms = (now_s - attempt.engine_started_s) * 1000.0

@@ -1,0 +1,44 @@
+"""The bus: the only package that imports nats."""
+
+from shared.bus.connection import (
+    MAX_PAYLOAD_BYTES,
+    Bus,
+    BusSettings,
+    BusUnavailable,
+    Message,
+    NoResponder,
+    RequestTimeout,
+    Subscription,
+    connect,
+    connect_with_patience,
+    settings_from,
+)
+from shared.bus.kv import Bucket, Entry, Mirror, open_bucket
+from shared.bus.objects import ObjectCorrupt, Objects, open_objects
+from shared.bus.streams import Consumer, Delivery, ensure_stream, publish_durable, read_last
+
+__all__ = [
+    "MAX_PAYLOAD_BYTES",
+    "Bucket",
+    "Bus",
+    "BusSettings",
+    "BusUnavailable",
+    "Consumer",
+    "Delivery",
+    "Entry",
+    "Message",
+    "Mirror",
+    "NoResponder",
+    "ObjectCorrupt",
+    "Objects",
+    "RequestTimeout",
+    "Subscription",
+    "connect",
+    "connect_with_patience",
+    "ensure_stream",
+    "open_bucket",
+    "open_objects",
+    "publish_durable",
+    "read_last",
+    "settings_from",
+]

@@ -1,0 +1,207 @@
+"""JetStream KV: one bucket with compare-and-set, and a mirror of a bucket in memory that survives reconnects and silent watches."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.js import api
+from nats.js.kv import KeyValue
+
+from shared.bus.connection import Bus, BusUnavailable
+from shared.errors import Conflict
+
+log = structlog.get_logger()
+
+_WRONG_LAST_SEQUENCE = 10071
+
+
+class Entry(msgspec.Struct, frozen=True):
+    value: bytes
+    revision: int
+
+
+class Bucket:
+    """Made by `open_bucket`. Revisions are per bucket and grow with every write."""
+
+    def __init__(self, name: str, inner: KeyValue) -> None:
+        self.name = name
+        self._inner = inner
+
+    @property
+    def inner(self) -> KeyValue:
+        return self._inner
+
+    async def get(self, key: str) -> Entry | None:
+        """:raises BusUnavailable: no answer."""
+        try:
+            found = await self._inner.get(key)
+        except nats.js.errors.KeyNotFoundError:  # deleted keys too
+            return None
+        except (nats.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"cannot read {key}: {error}", retry_after_s=1.0) from error
+        return Entry(found.value or b"", found.revision or 0)
+
+    async def create(self, key: str, value: bytes) -> int:
+        """Its revision.
+
+        :raises Conflict: the key exists.
+        """
+        try:
+            return await self._inner.create(key, value)
+        except nats.js.errors.KeyWrongLastSequenceError as error:
+            raise Conflict(f"{key} exists already", key=key) from error
+        except (nats.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"cannot write {key}: {error}", retry_after_s=1.0) from error
+
+    async def update(self, key: str, value: bytes, revision: int) -> int:
+        """The new revision, if the key still stands at `revision`.
+
+        :raises Conflict: somebody else changed it.
+        """
+        try:
+            return await self._inner.update(key, value, last=revision)
+        except nats.js.errors.KeyWrongLastSequenceError as error:
+            raise Conflict(f"{key} was changed by somebody else", key=key, revision=revision) from error
+        except nats.js.errors.APIError as error:
+            if error.err_code == _WRONG_LAST_SEQUENCE:
+                raise Conflict(f"{key} was changed by somebody else", key=key, revision=revision) from error
+            raise BusUnavailable(f"cannot write {key}: {error}", retry_after_s=1.0) from error
+        except (nats.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"cannot write {key}: {error}", retry_after_s=1.0) from error
+
+    async def put(self, key: str, value: bytes) -> int:
+        try:
+            return await self._inner.put(key, value)
+        except (nats.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"cannot write {key}: {error}", retry_after_s=1.0) from error
+
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        """:raises Conflict: a revision was given and the key has moved on."""
+        try:
+            await self._inner.delete(key, last=revision)
+        except nats.js.errors.KeyWrongLastSequenceError as error:
+            raise Conflict(f"{key} was changed by somebody else", key=key) from error
+        except nats.js.errors.APIError as error:
+            if error.err_code == _WRONG_LAST_SEQUENCE:
+                raise Conflict(f"{key} was changed by somebody else", key=key) from error
+            raise BusUnavailable(f"cannot delete {key}: {error}", retry_after_s=1.0) from error
+        except (nats.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"cannot delete {key}: {error}", retry_after_s=1.0) from error
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        try:
+            # filtered by us: nats-py's filters are whole subject tokens
+            return sorted(key for key in await self._inner.keys() if key.startswith(prefix))
+        except nats.js.errors.NoKeysError:
+            return []
+        except (nats.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"cannot list {self.name}: {error}", retry_after_s=1.0) from error
+
+
+async def open_bucket(bus: Bus, name: str, *, create: bool = False, history: int = 1) -> Bucket:
+    """The bucket, made first if `create` (registries only; others have no permission to).
+
+    :raises BusUnavailable: it does not exist (yet), or no answer.
+    """
+    try:
+        if create:
+            config = api.KeyValueConfig(bucket=name, history=history, storage=api.StorageType.FILE)
+            inner = await bus.js.create_key_value(config)
+        else:
+            inner = await bus.js.key_value(name)
+    except nats.js.errors.BadRequestError:
+        inner = await bus.js.key_value(name)  # exists with other settings of an earlier version
+    except (nats.errors.Error, TimeoutError) as error:
+        raise BusUnavailable(f"bucket {name} is not there: {error}", retry_after_s=1.0) from error
+    return Bucket(name, inner)
+
+
+OnChange = Callable[[str, Entry | None], Awaitable[None] | None]
+
+
+class Mirror:
+    """A bucket's live values in memory: `entries`, kept by a watch.
+
+    A watch can die without a word (a reconnect kills it; a server may lose its consumer). `run` makes it anew after every
+    reconnect and whenever `rebuild` is called; the new snapshot is compared with what was known, and every difference,
+    deletions included, is told to `on_change(key, entry | None)`. `synced` is set once the first snapshot is complete.
+    """
+
+    def __init__(self, bus: Bus, bucket: Bucket, on_change: OnChange, keys: str = ">") -> None:
+        self.entries: dict[str, Entry] = {}
+        self.synced = asyncio.Event()
+        self.rebuilds = 0
+        self._bucket = bucket
+        self._on_change = on_change
+        self._keys = keys
+        self._rebuild = asyncio.Event()
+        bus.on_reconnect(self.rebuild)
+
+    def rebuild(self) -> None:
+        """Asks for a new watch; returns at once."""
+        self._rebuild.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            self._rebuild.clear()
+            try:
+                watcher = await self._bucket.inner.watch(self._keys)
+            except (nats.errors.Error, TimeoutError, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and _cancelled():
+                    raise
+                log.warning("mirror.watch_failed", bucket=self._bucket.name, error=str(error) or type(error).__name__)
+                await asyncio.sleep(0.2)
+                continue
+            try:
+                await self._follow(watcher)
+            finally:
+                try:
+                    await watcher.stop()
+                except (nats.errors.Error, TimeoutError):
+                    log.debug("mirror.stop_failed", bucket=self._bucket.name)
+            self.rebuilds += 1
+
+    async def _follow(self, watcher: KeyValue.KeyWatcher) -> None:
+        """Applies updates until a rebuild is asked for."""
+        snapshot: set[str] | None = set()
+        while not self._rebuild.is_set():
+            try:
+                update = await watcher.updates(timeout=0.1)
+            except (nats.errors.TimeoutError, TimeoutError):
+                continue
+            if update is None:
+                for key in [key for key in self.entries if key not in (snapshot or set())]:
+                    await self._apply(key, None)
+                snapshot = None
+                self.synced.set()
+                continue
+            if not isinstance(update, KeyValue.Entry):
+                return
+            deleted = update.operation in {"DEL", "PURGE"}
+            if snapshot is not None and not deleted:
+                snapshot.add(update.key)
+            await self._apply(update.key, None if deleted else Entry(update.value or b"", update.revision or 0))
+
+    async def _apply(self, key: str, entry: Entry | None) -> None:
+        known = self.entries.get(key)
+        if entry is None:
+            if known is None:
+                return
+            del self.entries[key]
+        else:
+            if known is not None and known.revision >= entry.revision:
+                return
+            self.entries[key] = entry
+        result = self._on_change(key, entry)
+        if result is not None:
+            await result
+
+
+def _cancelled() -> bool:
+    """Whether this task itself is being cancelled (nats-py also raises CancelledError when its own future was)."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

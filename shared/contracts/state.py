@@ -1,0 +1,123 @@
+"""What stands in JetStream KV: the STATE bucket (all that routing needs, under one watch) and the CATALOG bucket (the rest).
+
+STATE keys: `hb` (the registries' heartbeat), `config.routing`, `tenant.<name>`, `key.<sha256 of the secret>`, `pool.<pool_id>`.
+CATALOG keys: `adapter.<adapter_id>`, `base.<digest>`, `matrix`.
+One watch over STATE carries heartbeat, keys and routes alike: a watch that shows the heartbeat shows everything.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from shared.contracts.errors import ErrorInfo
+from shared.policy.lifecycle import AdapterState
+
+STATE_BUCKET = "tenantry_state"
+CATALOG_BUCKET = "tenantry_catalog"
+
+HEARTBEAT_KEY = "hb"
+ROUTING_KEY = "config.routing"
+MATRIX_KEY = "matrix"
+TENANT_PREFIX = "tenant."
+KEY_PREFIX = "key."
+POOL_PREFIX = "pool."
+ADAPTER_PREFIX = "adapter."
+BASE_PREFIX = "base."
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"  # tenants' and adapters' names
+
+
+class RoutingDefault(StrEnum):
+    BASE_ONLY = "base_only"
+    REJECT = "reject"
+
+
+class Routing(msgspec.Struct, frozen=True, kw_only=True):
+    header: str = "x-tenant"
+    default: RoutingDefault = RoutingDefault.REJECT
+
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+    tenant_id: str  # opaque, made by the registry
+    name: str
+    vram_quota_bytes: int = 0  # per pool; the sum of its adapters' slot_bytes may not pass it
+    upgrade_headroom_bytes: int = 0  # may be held besides, only by a second version of an alias while it is switched
+    adapter_ceilings: dict[str, int] = {}  # adapter name -> bytes, each adapter's own ceiling
+    default_adapter: str = ""  # serves requests whose `model` is absent, empty or "default"; empty: the only one
+    base_allowed: bool = True
+    nats_password_bcrypt: str = ""  # empty: this tenant has no NATS user
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
+    """Stored under the SHA-256 of the secret (256 random bits, so a plain hash cannot be searched)."""
+
+    key_id: str
+    label: str
+    tenants: tuple[str, ...]  # names this key may speak for; exactly one unless gateway
+    gateway: bool = False  # speaks for several, named by the routing header
+    revoked: bool = False
+    created_at: str = ""
+
+
+class Provenance(StrEnum):
+    DECLARED = "declared"
+    ALIAS = "alias"
+
+
+class HistoryStep(msgspec.Struct, frozen=True, kw_only=True):
+    state: AdapterState
+    at: str  # RFC 3339, UTC
+    note: str = ""
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The catalog's entry of one adapter version. While it is mounted, the pool's entry is the authority on `state`."""
+
+    adapter_id: str
+    tenant_id: str
+    tenant: str
+    name: str
+    version: int
+    digest: str
+    pool_id: str
+    state: AdapterState
+    size_bytes: int = 0  # of the files as uploaded
+    base: str = ""  # the identity it was admitted against
+    base_label: str = ""  # as the artifact names it: label or label@revision
+    provenance: Provenance | None = None
+    rank: int = 0
+    rank_class: int = 0
+    slot_bytes: int = 0
+    true_bytes: int = 0
+    modules: int = 0
+    artifact: str = ""
+    artifact_sha256: str = ""
+    artifact_bytes: int = 0
+    worker_id: str = ""
+    error: ErrorInfo | None = None
+    request: str = ""  # the uploader's mark
+    history: tuple[HistoryStep, ...] = ()
+
+
+class PairEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One explicit cell of the compatibility matrix."""
+
+    adapter_digest: str
+    base: str
+    allowed: bool
+    note: str = ""
+
+
+class Matrix(msgspec.Struct, frozen=True, kw_only=True):
+    """`labels`: label or label@revision -> base identities."""
+
+    labels: dict[str, tuple[str, ...]] = {}
+    pairs: tuple[PairEntry, ...] = ()
+
+
+encode = msgspec.json.Encoder().encode
+decode_tenant = msgspec.json.Decoder(Tenant).decode
+decode_key = msgspec.json.Decoder(ApiKey).decode
+decode_routing = msgspec.json.Decoder(Routing).decode
+decode_record = msgspec.json.Decoder(AdapterRecord).decode
+decode_matrix = msgspec.json.Decoder(Matrix).decode

@@ -1,0 +1,27 @@
+"""structlog for every service: JSON lines on stderr (or for people with TENANTRY_LOG_FORMAT=console)."""
+
+import logging
+import sys
+from collections.abc import Mapping
+
+import structlog
+
+
+def configure(service: str, env: Mapping[str, str]) -> None:
+    """Call once, in __main__. TENANTRY_LOG_LEVEL: debug | info | warning | error."""
+    level = getattr(logging, env.get("TENANTRY_LOG_LEVEL", "info").upper(), logging.INFO)
+    console = env.get("TENANTRY_LOG_FORMAT", "json") == "console"
+    renderer = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(service=service)
