@@ -9,9 +9,7 @@ follow from the batch alone. The price is num_used_experts / top_k times the ope
 import torch
 
 
-def expert_gemm(
-    x: torch.Tensor, weights: torch.Tensor, topk_ids: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def expert_gemm(x: torch.Tensor, weights: torch.Tensor, topk_ids: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Each (token, choice) row times its expert's weights transposed: [num_tokens * top_k, N] in x's dtype.
 
     x: [num_tokens, K], shared by a token's choices, or [num_tokens * top_k, K], one row per choice.

@@ -85,9 +85,7 @@ def decide(*, setting: str, platform: str, vllm_version: str, path: LoraPath | N
         )
     stock = "vLLM's own LoRA path serves" if path.stock_is_right else f"vLLM's own LoRA path on {platform} is wrong"
     if setting == "off":
-        return PluginStatus(
-            active=False, code="off", reason=f"{SETTING}=off: {stock}", lora_is_right=path.stock_is_right
-        )
+        return PluginStatus(active=False, code="off", reason=f"{SETTING}=off: {stock}", lora_is_right=path.stock_is_right)
     if ".".join(vllm_version.split(".")[:2]) not in path.vllm_releases:
         return PluginStatus(
             active=False,
@@ -95,9 +93,7 @@ def decide(*, setting: str, platform: str, vllm_version: str, path: LoraPath | N
             reason=f"vLLM {vllm_version} is not one of {', '.join(path.vllm_releases)}: {stock}",
             lora_is_right=path.stock_is_right,
         )
-    return PluginStatus(
-        active=True, code="active", reason=f"our {platform} path on vLLM {vllm_version}", lora_is_right=True
-    )
+    return PluginStatus(active=True, code="active", reason=f"our {platform} path on vLLM {vllm_version}", lora_is_right=True)
 
 
 def _install_cpu() -> None:
