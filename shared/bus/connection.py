@@ -21,6 +21,7 @@ log = structlog.get_logger()
 
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 _PENDING_BYTES = 64 * 1024 * 1024
+_DRAIN_RETRY_S = 0.05
 
 
 class BusUnavailable(TenantryError):
@@ -69,7 +70,8 @@ Listener = Callable[[], Awaitable[None] | None]
 class Subscription:
     """A live interest in a subject; ends by `drain` (what was delivered is still handled) or with the connection."""
 
-    def __init__(self, inner: NatsSubscription) -> None:
+    def __init__(self, bus: "Bus", inner: NatsSubscription) -> None:
+        self._bus = bus
         self._inner = inner
 
     @property
@@ -77,11 +79,12 @@ class Subscription:
         return self._inner.subject
 
     async def drain(self) -> None:
-        """Interest removed and flushed, then every message already delivered handled. Idempotent."""
-        try:
-            await self._inner.drain()
-        except (nats.errors.BadSubscriptionError, nats.errors.ConnectionClosedError):
-            return
+        """Interest removed and confirmed, then every message already delivered handled. Idempotent.
+
+        Tried until the server confirms, also over a reconnect: a client that drains only once while disconnected is subscribed
+        again after the reconnect, and nobody would know.
+        """
+        await self._bus.end(self._inner)
 
 
 class Bus:
@@ -93,6 +96,8 @@ class Bus:
         self.disconnects = 0
         self._client = Client()
         self._js: JetStreamContext | None = None
+        self._opened = False
+        self._open_error: Exception | None = None
         self._on_reconnect: list[Listener] = []
         self._on_disconnect: list[Listener] = []
 
@@ -130,7 +135,8 @@ class Bus:
                 self.settings.url,
                 name=self.settings.name,
                 inbox_prefix=self.inbox_prefix.encode(),
-                max_reconnect_attempts=-1,
+                allow_reconnect=False,  # a first connection that fails is the caller's to retry
+                max_reconnect_attempts=1,
                 reconnect_time_wait=0.1,  # pyright: ignore[reportArgumentType]  (seconds, a float works)
                 ping_interval=10,
                 max_outstanding_pings=2,
@@ -144,7 +150,10 @@ class Bus:
                 **options,
             )
         except (OSError, nats.errors.Error, TimeoutError) as error:
-            raise BusUnavailable(f"cannot connect to NATS at {self.settings.url}: {error}", retry_after_s=1.0) from error
+            why = self._open_error or error
+            raise BusUnavailable(f"cannot connect to NATS at {self.settings.url}: {why}", retry_after_s=1.0) from error
+        self._client.options |= {"allow_reconnect": True, "max_reconnect_attempts": -1}
+        self._opened = True
         self._js = self._client.jetstream(timeout=5)
 
     async def publish(self, subject: str, data: bytes, reply: str = "") -> None:
@@ -191,19 +200,45 @@ class Bus:
         inner = await self._client.subscribe(
             subject, queue=queue, cb=deliver, pending_msgs_limit=pending, pending_bytes_limit=pending_bytes
         )
-        return Subscription(inner)
+        return Subscription(self, inner)
 
     async def flush(self, timeout_s: float = 5.0) -> None:
         """Everything published and subscribed so far has reached the server.
 
         :raises RequestTimeout: it did not answer in timeout_s.
+        :raises BusUnavailable: disconnected, or disconnected meanwhile: nothing is known.
         """
+        disconnects = self.disconnects
         try:
             await self._client.flush(timeout=timeout_s)  # pyright: ignore[reportArgumentType]
         except (nats.errors.TimeoutError, TimeoutError) as error:
             raise RequestTimeout(f"the bus did not confirm in {timeout_s} s", timeout_s=timeout_s) from error
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot flush: {error}", retry_after_s=1.0) from error
+        if not self._client.is_connected or self.disconnects != disconnects:
+            raise BusUnavailable("the connection was lost before the bus confirmed", retry_after_s=1.0)
+
+    async def end(self, inner: NatsSubscription) -> None:
+        """For `Subscription.drain`, which says what it does (nats-py's own drain gives up when the connection is lost meanwhile)."""
+        while not await self._removed(inner):
+            await asyncio.sleep(_DRAIN_RETRY_S)
+        self._client._remove_sub(inner._id)  # pyright: ignore[reportPrivateUsage]
+        await inner._pending_queue.join()  # pyright: ignore[reportPrivateUsage]
+        inner._stop_processing()  # pyright: ignore[reportPrivateUsage]
+        inner._closed = True  # pyright: ignore[reportPrivateUsage]
+
+    async def _removed(self, inner: NatsSubscription) -> bool:
+        """Whether the server has confirmed that it sends this subscription nothing more (or there is no connection any more)."""
+        if self._client.is_closed or self._client.is_draining or inner._closed:  # pyright: ignore[reportPrivateUsage]
+            return True
+        if not self._client.is_connected:
+            return False
+        await self._client._send_unsubscribe(inner._id)  # pyright: ignore[reportPrivateUsage]
+        try:
+            await self.flush()
+        except (RequestTimeout, BusUnavailable):
+            return self._client.is_closed
+        return True
 
     async def close(self) -> None:
         """Drains subscriptions and pending publishes when connected, then closes."""
@@ -218,6 +253,9 @@ class Bus:
             await self._client.close()
 
     async def _error(self, error: Exception) -> None:
+        if not self._opened:
+            self._open_error = error
+            return
         if isinstance(error, nats.errors.SlowConsumerError):
             self.dropped_messages += 1
             log.error("bus.message_dropped", subject=error.subject, dropped_total=self.dropped_messages)

@@ -148,10 +148,12 @@ async def read_last(bus: Bus, stream: str, subject: str, limit: int) -> list[byt
         config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=max(start, 1))
         subscription = await bus.js.subscribe(subject, stream=stream, ordered_consumer=True, config=config)
         try:
-            pending = (await subscription.consumer_info()).num_pending or 0
-            received = subscription.delivered
-            for _ in range(pending + received):
-                found.append((await subscription.next_msg(timeout=2)).data)
+            consumer = await subscription.consumer_info()
+            left = (consumer.num_pending or 0) + (consumer.delivered.consumer_seq if consumer.delivered else 0)
+            while left:
+                message = await subscription.next_msg(timeout=2)
+                found.append(message.data)
+                left = message.metadata.num_pending
         finally:
             await subscription.unsubscribe()
     except (nats.errors.TimeoutError, TimeoutError):
