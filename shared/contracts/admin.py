@@ -190,6 +190,7 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
     adapters: int
     base_allowed: bool
     default_adapter: str = ""
+    adapter_ceilings: dict[str, int] = {}
     nats_user: str = ""
     nats_password: str = ""  # only in the reply that made it
 
