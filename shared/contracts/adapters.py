@@ -83,6 +83,8 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
     artifact_sha256: str = ""  # of the whole object (a tar of the normalised files)
     artifact_bytes: int = 0
     drain: DrainOrder | None = None
+    ordered_after: int = 0  # the entry's revision from which the present order was decided: an acknowledgement of it carries a greater one
+    waits_for: str = ""  # adapter_id whose room this mount takes over once that one has drained; until then it is ADMITTED and not loaded
 
 
 class PoolWorker(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from shared.contracts.adapters import OnDeadline
+from shared.contracts.adapters import Mount, OnDeadline
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.subjects import ROOT
+from shared.contracts.workers import WorkerReport
 
 ADMIN_SUBJECT = f"{ROOT}.admin"
 
@@ -227,6 +228,35 @@ class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     history: tuple[dict[str, Any], ...] = ()
     load_ms: float = 0.0
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: str
+    incarnation: str
+    engine: str
+    slots: int
+    slots_held: int
+    max_rank: int
+    bytes_per_rank: int
+    report: WorkerReport | None = None  # the last one this registry has heard
+    report_age_s: float = -1.0  # -1: none heard
+
+
+class PoolTenantView(msgspec.Struct, frozen=True, kw_only=True):
+    tenant: str
+    vram_held_bytes: int
+    vram_quota_bytes: int
+    upgrade_headroom_bytes: int
+
+
+class PoolView(msgspec.Struct, frozen=True, kw_only=True):
+    pool_id: str
+    base: str
+    generation: int  # revision of the pool's entry
+    workers: tuple[WorkerView, ...] = ()
+    tenants: tuple[PoolTenantView, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    aliases: dict[str, dict[str, str]] = {}  # tenant -> alias -> adapter_id that serves it
 
 
 encode = msgspec.json.Encoder().encode

@@ -1,7 +1,8 @@
 """What stands in JetStream KV: the STATE bucket (all that routing needs, under one watch) and the CATALOG bucket (the rest).
 
 STATE keys: `hb` (the registries' heartbeat), `config.routing`, `tenant.<name>`, `key.<sha256 of the secret>`, `pool.<pool_id>`.
-CATALOG keys: `adapter.<adapter_id>`, `base.<digest>`, `matrix`.
+CATALOG keys: `adapter.<adapter_id>`, `base.<digest>`, `matrix`, `upload.<tenant_id>.<name>.<digest>` (the adapter_id that these bytes
+are, under this name, for this tenant).
 One watch over STATE carries heartbeat, keys and routes alike: a watch that shows the heartbeat shows everything.
 """
 
@@ -23,6 +24,7 @@ KEY_PREFIX = "key."
 POOL_PREFIX = "pool."
 ADAPTER_PREFIX = "adapter."
 BASE_PREFIX = "base."
+UPLOAD_PREFIX = "upload."
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"  # tenants' and adapters' names
 
@@ -70,6 +72,17 @@ class HistoryStep(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
+class Intake(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for when the version came in: enough for any registry to start its validation over."""
+
+    bucket: str = ""  # object store that holds the upload; empty: the version's own artifact is mounted again
+    object: str = ""
+    base: str = ""  # an explicit base identity
+    drain_first: bool = False
+    make_default: bool = False
+    beat: int = 0  # grows while a registry works on it; one that stands still has lost its registry
+
+
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The catalog's entry of one adapter version. While it is mounted, the pool's entry is the authority on `state`."""
 
@@ -97,6 +110,9 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     request: str = ""  # the uploader's mark
     history: tuple[HistoryStep, ...] = ()
+    intake: Intake = Intake()
+    generation: int = 0  # revision of the pool's entry that `state` was last taken from
+    load_ms: float = 0.0
 
 
 class PairEntry(msgspec.Struct, frozen=True, kw_only=True):
