@@ -1,7 +1,11 @@
 """JetStream Object Store: files in and out by streaming, every byte checked against its digest."""
 
+import asyncio
 import hashlib
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import anyio.to_thread
 import nats.errors
@@ -19,6 +23,30 @@ class ObjectCorrupt(TenantryError):
     """What was read is not what was expected: expected, got (SHA-256)."""
 
     code = "object_corrupt"
+
+
+class _Sink:
+    """A file that takes at most so many bytes, whatever the object's own description claims; every write is a sign of life."""
+
+    def __init__(self, file: BinaryIO, name: str, limit_bytes: int, alive: Callable[[], None]) -> None:
+        self._file = file
+        self._name = name
+        self._left_bytes = limit_bytes or sys.maxsize
+        self._limit_bytes = limit_bytes
+        self._alive = alive
+
+    def write(self, piece: bytes) -> None:
+        self._left_bytes -= len(piece)
+        if self._left_bytes < 0:
+            raise _too_big(self._name, self._limit_bytes - self._left_bytes, self._limit_bytes)
+        self._file.write(piece)
+        self._alive()
+
+
+def _too_big(name: str, asked_bytes: int, limit_bytes: int) -> ObjectCorrupt:
+    return ObjectCorrupt(
+        f"object {name} has {asked_bytes} bytes or more, the limit is {limit_bytes}", asked_bytes=asked_bytes, limit_bytes=limit_bytes
+    )
 
 
 class Objects:
@@ -41,23 +69,30 @@ class Objects:
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             raise BusUnavailable(f"object {name} was not stored: {error}", retry_after_s=1.0) from error
 
-    async def get_file(self, name: str, path: Path, sha256: str = "", limit_bytes: int = 0) -> int:
-        """Writes the object to `path`, returns its bytes.
+    async def get_file(self, name: str, path: Path, sha256: str = "", limit_bytes: int = 0, stall_s: float = 20.0) -> int:
+        """Writes the object to `path`, returns its bytes. What a tenant wrote is not trusted: no links, no more than limit_bytes.
 
         :raises NotFound: no such object.
-        :raises ObjectCorrupt: its SHA-256 is not `sha256` (when given).
-        :raises BusUnavailable: not read whole.
+        :raises ObjectCorrupt: its SHA-256 is not `sha256` (when given) or not its own, it is too big, or a link to another object.
+        :raises BusUnavailable: not read whole, or no byte came in stall_s.
         """
+        loop = asyncio.get_running_loop()
         try:
             info = await self._inner.get_info(name)
+            if info.is_link():
+                raise ObjectCorrupt(f"object {name} is a link to another object; only an object's own bytes are read", object=name)
             if limit_bytes and info.size is not None and info.size > limit_bytes:
-                raise ObjectCorrupt(
-                    f"object {name} has {info.size} bytes, the limit is {limit_bytes}",
-                    asked_bytes=info.size,
-                    limit_bytes=limit_bytes,
-                )
+                raise _too_big(name, info.size, limit_bytes)
             with path.open("wb") as file:
-                await self._inner.get(name, writeinto=file)
+                async with asyncio.timeout(stall_s) as deadline:
+
+                    def alive() -> None:
+                        loop.call_soon_threadsafe(lambda: deadline.expired() or deadline.reschedule(loop.time() + stall_s))
+
+                    sink = _Sink(file, name, limit_bytes, alive)
+                    await self._inner.get(name, writeinto=sink)  # pyright: ignore[reportArgumentType]  (only write is called)
+        except nats.js.errors.DigestMismatchError as error:
+            raise ObjectCorrupt(f"object {name} does not match its own digest", object=name) from error
         except (
             nats.js.errors.ObjectNotFoundError,
             nats.js.errors.ObjectDeletedError,
