@@ -32,7 +32,7 @@ class CpuLoraWrapper(PunicaWrapperCPU):
         x = x.view(-1, x.shape[-1])
         groups = self._token_groups
         for out, a in zip(y, lora_a_stacked, strict=True):
-            shrunk = shrink(x, a, groups, num_rows=x.shape[0]) * scale
+            shrunk = shrink(x, a, groups) * scale
             out.view(-1, out.shape[-1])[:, : shrunk.shape[1]].index_copy_(0, groups.rows, shrunk.to(out.dtype))
 
     def add_expand(
@@ -65,10 +65,7 @@ class CpuLoraWrapper(PunicaWrapperCPU):
     ) -> None:
         y = y.view(-1, y.shape[-1])
         x = x.view(-1, x.shape[-1])
-        column = 0
-        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            add_lora_(y, x, a, b, self._token_groups, column=column, scale=scale)
-            column += width
+        add_lora_(y, x, lora_a_stacked, lora_b_stacked, self._token_groups, scale=scale)
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
@@ -89,7 +86,7 @@ class CpuLoraWrapper(PunicaWrapperCPU):
         y = y.view(-1, y.shape[-1])
         x = x.view(-1, x.shape[-1])
         groups = self._logits_groups(y.shape[0], lora_b_stacked)
-        add_lora_(y, x, lora_a_stacked, lora_b_stacked, groups, scale=scale)
+        add_lora_(y, x, (lora_a_stacked,), (lora_b_stacked,), groups, scale=scale)
 
     def _logits_groups(self, num_rows: int, lora_b_stacked: torch.Tensor) -> RowGroups:
         """The sampled rows' groups. Prompt log-probabilities ask for one prompt's rows and do not say whose they are:
@@ -134,12 +131,8 @@ class CpuLoraWrapper(PunicaWrapperCPU):
         """Adds to y, [num_tokens, top_k, N], before the activation. Returns the row groups for add_lora_w2."""
         assert add_inputs
         slots = self.token_lora_indices if token_lora_mapping is None else token_lora_mapping
-        groups = group_routed_rows(slots[:num_tokens], topk_ids, adapter_enabled)
-        rows = y.view(-1, y.shape[-1])
-        column = 0
-        for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True):
-            add_lora_(rows, x, a, b, groups, column=column)
-            column += b.shape[-2]
+        groups = group_routed_rows(slots[:num_tokens], topk_ids, adapter_enabled, num_experts=local_num_experts)
+        add_lora_(y.view(-1, y.shape[-1]), x, lora_a_stacked, lora_b_stacked, groups)
         return groups.rows, groups.cells, groups.sizes, token_lora_mapping
 
     def add_lora_w2(
@@ -168,5 +161,5 @@ class CpuLoraWrapper(PunicaWrapperCPU):
         """Adds, times the router's weights, to y, [num_tokens, top_k, H], which has them already."""
         assert add_inputs
         groups = RowGroups(rows=sorted_token_ids_lora, cells=expert_ids_lora, sizes=num_tokens_post_padded_lora)
-        rows = y.view(-1, y.shape[-1])
-        add_lora_(rows, x, lora_a_stacked[0], lora_b_stacked[0], groups, row_weights=topk_weights.reshape(-1).float())
+        weights = topk_weights.reshape(-1).float()
+        add_lora_(y.view(-1, y.shape[-1]), x, lora_a_stacked, lora_b_stacked, groups, row_weights=weights)
