@@ -12,7 +12,7 @@ import tarfile
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from shared.artifacts.bundle import CHUNK_BYTES, CONFIG_NAME, ArchiveLimits, Bundle, Counted, Readable, Taker
 from shared.artifacts.reasons import RejectReason, rejected
@@ -120,7 +120,7 @@ class _TarBytes(Counted):
 
 def _take_tar(expanded: Readable, taker: Taker) -> None:
     stream = _TarBytes(expanded, taker.count)
-    with tarfile.open(fileobj=stream, mode="r|") as tar:  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|") as tar:  # of a file object, "r|" only calls read
         while (member := tar.next()) is not None:
             if not (member.isreg() or member.isdir()) or member.issparse():
                 raise _not_a_plain_file(member.name)

@@ -69,6 +69,7 @@ def map_tensors(tensors: Iterable[TensorInfo], base: BaseDescription, config: Pe
         pairs.append(_pair(module, found["A"], found["B"], sides, targets, config))
     for pair in pairs:
         _check_rank(pair, config, max_rank)
+    _refuse_two_forms(pairs)
     return tuple(sorted(pairs, key=lambda pair: (pair.module, pair.pattern_name, pair.expert or 0)))
 
 
@@ -271,6 +272,19 @@ def _check_rank(pair: LoraPair, config: PeftConfig, max_rank: int) -> None:
             got=pair.rank,
             expected=declared,
         )
+
+
+def _refuse_two_forms(pairs: list[LoraPair]) -> None:
+    """A layer's experts come fused or one by one; both at once would adapt a module twice."""
+    fused = {pair.module: pair for pair in pairs if pair.form is Form.FUSED}
+    for pair in pairs:
+        layer = pair.module.rsplit(".", 1)[0]
+        if pair.form is Form.EXPERT and layer in fused:
+            raise rejected(
+                RejectReason.DUPLICATE_TENSOR,
+                f"{pair.a.name} and {fused[layer].a.name}: one layer's experts both fused and one by one",
+                tensor=pair.a.name,
+            )
 
 
 def _bad_shape(tensor: TensorInfo, expected: object) -> AdapterRejected:

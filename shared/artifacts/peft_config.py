@@ -152,7 +152,9 @@ def _text(field: str, value: Any) -> str | None:
 def _names(field: str, value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    items: list[Any] = value if isinstance(value, list) else _bad(field, value, "a list of names or null")
+    if not isinstance(value, list):
+        _bad(field, value, "a list of names or null")
+    items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
     return tuple(item if isinstance(item, str) else _bad(field, item, "a list of names") for item in items)
 
 

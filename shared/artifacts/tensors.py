@@ -154,16 +154,19 @@ def write_tensors(path: Path, dtype: str, plan: Iterable[PlannedTensor], arrays:
         header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     raw = msgspec.json.encode(header)
     raw += b" " * (-len(raw) % 8)
-    hasher = hashlib.sha256()
-    with path.open("xb") as out:
-        head = len(raw).to_bytes(8, "little") + raw
-        hasher.update(head)
-        out.write(head)
-        for tensor, array in zip(planned, arrays, strict=True):
-            assert array.shape == tensor.shape
-            content = np.ascontiguousarray(array, dtype=NUMPY_DTYPES[code]).tobytes()
-            hasher.update(content)
-            out.write(content)
+    head = len(raw).to_bytes(8, "little") + raw
+    hasher = hashlib.sha256(head)
+    try:
+        with path.open("xb") as out:
+            out.write(head)
+            for tensor, array in zip(planned, arrays, strict=True):
+                assert array.shape == tensor.shape
+                content = np.ascontiguousarray(array, dtype=NUMPY_DTYPES[code]).tobytes()
+                hasher.update(content)
+                out.write(content)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return BundleFile(name=path.name, size_bytes=len(head) + end, sha256=hasher.hexdigest())
 
 
