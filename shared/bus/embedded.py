@@ -14,6 +14,7 @@ import msgspec
 from shared.bus.connection import MAX_PAYLOAD_BYTES
 from shared.contracts.permissions import Permissions
 from shared.errors import StartFailed
+from shared.process import die_with_parent
 
 
 class NatsUser(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +60,14 @@ def _user(user: NatsUser) -> str:
 
 
 class EmbeddedNats:
-    """One server on a data folder. `users` may be empty (tests): then anybody on 127.0.0.1 may do anything."""
+    """One server on a data folder. `users` may be empty (tests): then anybody on 127.0.0.1 may do anything.
 
-    def __init__(self, folder: Path, *, port: int = -1, users: tuple[NatsUser, ...] = ()) -> None:
+    `dies_with_parent`: a kill -9 of this process ends the server too.
+    """
+
+    def __init__(self, folder: Path, *, port: int = -1, users: tuple[NatsUser, ...] = (), dies_with_parent: bool = False) -> None:
         self.folder = folder
+        self._before_exec = die_with_parent() if dies_with_parent else None
         self.port = port
         self.users = users
         self.process: asyncio.subprocess.Process | None = None
@@ -97,6 +102,7 @@ class EmbeddedNats:
             self.process = await asyncio.create_subprocess_exec(
                 str(server_binary()), "-c", str(self._config), "--ports_file_dir", str(self.folder),
                 stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
+                preexec_fn=self._before_exec,
             )  # fmt: skip
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + timeout_s

@@ -117,6 +117,12 @@ REGISTRY = Permissions(
     ),
 )
 
+# who starts the server: sees tenants come and go, and workers report
+SUPERVISOR = Permissions(
+    publish=_read_bucket(state.STATE_BUCKET),
+    subscribe=(_inbox("supervisor"), workers.REPORTS_SUBJECT),
+)
+
 
 def tenant(tenant_id: str) -> Permissions:
     """Its own onboarding subject and upload bucket, its own outcomes, its own inbox (`_INBOX_<tenant_id>`); nothing else."""
