@@ -24,6 +24,7 @@ class Attempt:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.counted_prompts: set[str] = set()  # of beam searches, whose prompt reaches the engine once per beam and token
         self.engine_started_s: float | None = None  # loop time of admission
         self.engine_ms = 0.0
 
@@ -126,8 +127,8 @@ class Governor:
         attempt.admitted.set()
 
     def count(self, attempt: Attempt, *, completion_tokens: int, cached_tokens: int, now_s: float) -> None:
-        """Adds what one step of the engine made."""
+        """Adds what one step of the engine made, and prompt tokens that it found in its cache."""
         attempt.completion_tokens += completion_tokens
-        attempt.cached_tokens = max(attempt.cached_tokens, cached_tokens)
+        attempt.cached_tokens += cached_tokens
         if attempt.engine_started_s is not None:
             attempt.engine_ms = (now_s - attempt.engine_started_s) * 1000.0

