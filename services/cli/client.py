@@ -1,0 +1,293 @@
+"""The Python client of the admin plane: one method per operation, over HTTP.
+
+from tenantry import Client
+client = Client("http://127.0.0.1:8080", admin_key)
+client.unload("lora_cs", mode="draining")
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from services.cli.archive import pack
+from shared.contracts.adapters import AdapterEvent
+from shared.contracts.admin import AdapterView, KeyView, TenantView
+from shared.contracts.state import Matrix, Routing
+from shared.errors import TenantryError
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]  # bytes sent, bytes in all
+
+MB = 1024 * 1024
+_PIECE_BYTES = 256 * 1024
+
+
+class ClientError(TenantryError):
+    """The service refused, or could not be reached (status 0). `peer_code` is the service's own stable code."""
+
+    code = "client_error"
+
+    def __init__(self, message: str, *, status: int = 0, peer_code: str = "", **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.status = status
+        self.peer_code = peer_code
+
+
+class Client:
+    """Safe for one thread. Every method raises ClientError; results are the contracts' views."""
+
+    def __init__(self, url: str, admin_key: str, *, timeout_s: float = 30.0, transport: httpx.BaseTransport | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(
+            base_url=f"{self.url}/admin/v1",
+            headers={"authorization": f"Bearer {admin_key}"},
+            timeout=httpx.Timeout(timeout_s, connect=5.0),
+            transport=transport,
+            trust_env=False,
+        )
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    # tenants and keys
+
+    def tenants(self) -> list[TenantView]:
+        return self._get("/tenants", list[TenantView])
+
+    def add_tenant(
+        self,
+        name: str,
+        *,
+        vram_quota_mb: int = 0,
+        upgrade_headroom_mb: int = 0,
+        base_allowed: bool = True,
+        nats_user: bool = False,
+    ) -> TenantView:
+        """With `nats_user` the answer holds its NATS password, once."""
+        body = {
+            "name": name,
+            "vram_quota_bytes": vram_quota_mb * MB,
+            "upgrade_headroom_bytes": upgrade_headroom_mb * MB,
+            "base_allowed": base_allowed,
+            "nats_password": nats_user,
+        }
+        return self._send("POST", "/tenants", TenantView, json=body)
+
+    def update_tenant(self, name: str, **changes: Any) -> TenantView:
+        """`changes`: fields of contracts.admin.UpdateTenant; what is not named stays."""
+        return self._send("PATCH", f"/tenants/{name}", TenantView, json=changes)
+
+    def delete_tenant(self, name: str) -> None:
+        self._send("DELETE", f"/tenants/{name}", object)
+
+    def keys(self, tenant: str = "") -> list[KeyView]:
+        return self._get("/keys", list[KeyView], tenant=tenant)
+
+    def add_key(self, *tenants: str, gateway: bool = False, label: str = "") -> KeyView:
+        """The answer's `secret` is the API key; it is shown this once. A gateway's key may speak for several tenants."""
+        return self._send("POST", "/keys", KeyView, json={"tenants": list(tenants), "gateway": gateway, "label": label})
+
+    def revoke_key(self, key_id: str) -> None:
+        self._send("DELETE", f"/keys/{key_id}", object)
+
+    # adapters
+
+    def adapters(self, tenant: str = "", *, all_versions: bool = False) -> list[AdapterView]:
+        return self._get("/adapters", list[AdapterView], tenant=tenant, all_versions=_flag(all_versions))
+
+    def show(self, name: str, tenant: str | None = None, *, version: int = 0) -> AdapterView:
+        owner = tenant or self.owner_of(name)
+        return self._get(f"/adapters/{owner}/{name}", AdapterView, version=version or "")
+
+    def upload(
+        self,
+        tenant: str,
+        name: str,
+        path: str | Path,
+        *,
+        base: str = "",
+        ceiling_mb: int | None = None,
+        drain_first: bool = False,
+        make_default: bool = False,
+        wait_s: float = 120.0,
+        progress: Progress | None = None,
+    ) -> AdapterView:
+        """Sends a folder or an archive (.tar, .tar.gz, .zip) and waits until it serves, is refused or fails.
+
+        :raises ConfigInvalid: `path` is no adapter.
+        """
+        path = Path(path)
+        params = _adapter_params(base, ceiling_mb, drain_first, make_default, wait_s)
+        with tempfile.TemporaryDirectory(prefix="tenantry-") as scratch:
+            archive = path
+            if path.is_dir():
+                archive = Path(scratch) / f"{name}.tar"
+                pack(path, archive)
+            size = archive.stat().st_size
+            return self._send(
+                "POST",
+                f"/adapters/{tenant}/{name}",
+                AdapterView,
+                params=params,
+                content=_pieces(archive, size, progress),
+                headers={"content-type": "application/octet-stream", "content-length": str(size)},
+                timeout=httpx.Timeout(wait_s + 60.0, connect=5.0),
+            )
+
+    def mount(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        base: str = "",
+        ceiling_mb: int | None = None,
+        drain_first: bool = False,
+        make_default: bool = False,
+        wait_s: float = 120.0,
+    ) -> AdapterView:
+        """Mounts again the newest artifact already uploaded under this tenant and name."""
+        params = _adapter_params(base, ceiling_mb, drain_first, make_default, wait_s)
+        timeout = httpx.Timeout(wait_s + 60.0, connect=5.0)
+        return self._send("POST", f"/adapters/{tenant}/{name}", AdapterView, params=params, timeout=timeout)
+
+    def unload(
+        self,
+        name: str,
+        tenant: str | None = None,
+        *,
+        mode: str = "draining",
+        version: int = 0,
+        deadline_s: float = 300.0,
+        on_deadline: str = "abort",
+        wait: bool = False,
+    ) -> object:
+        """Takes the adapter out: no new requests at once, running ones end, then its memory is released.
+
+        Without `tenant` the name must be one tenant's only. `wait`: return when it is released.
+        """
+        owner = tenant or self.owner_of(name)
+        wait_s = deadline_s + 10.0 if wait else 0.0
+        body = {"mode": mode, "version": version, "deadline_s": deadline_s, "on_deadline": on_deadline, "wait_s": wait_s}
+        timeout = httpx.Timeout(wait_s + 30.0, connect=5.0)
+        return self._send("POST", f"/adapters/{owner}/{name}/unload", object, json=body, timeout=timeout)
+
+    def events(self, tenant: str = "", name: str = "", *, limit: int = 100) -> list[AdapterEvent]:
+        return self._get("/events", list[AdapterEvent], tenant=tenant, name=name, limit=limit)
+
+    def owner_of(self, name: str) -> str:
+        """The one tenant that has an adapter of this name.
+
+        :raises ClientError: none has (404), or several (409).
+        """
+        owners = sorted({view.tenant for view in self.adapters() if view.name == name})
+        if not owners:
+            raise ClientError(f"no tenant has an adapter {name}", status=404, peer_code="adapter_not_found")
+        if len(owners) > 1:
+            raise ClientError(f"several tenants have an adapter {name}: say which ({', '.join(owners)})", status=409, peer_code="conflict")
+        return owners[0]
+
+    # compatibility
+
+    def matrix(self) -> Matrix:
+        return self._get("/matrix", Matrix)
+
+    def set_label(self, label: str, base: str) -> Matrix:
+        """Adapters that name `label` (label or label@revision) as their base are taken as made for `base`, a full identity."""
+        return self._send("POST", "/matrix/labels", Matrix, json={"label": label, "base": base})
+
+    def remove_label(self, label: str, base: str = "") -> Matrix:
+        return self._send("DELETE", "/matrix/labels", Matrix, params=_present(label=label, base=base))
+
+    def set_pair(self, adapter_digest: str, base: str, *, allowed: bool, note: str = "") -> Matrix:
+        body = {"adapter_digest": adapter_digest, "base": base, "allowed": allowed, "note": note}
+        return self._send("POST", "/matrix/pairs", Matrix, json=body)
+
+    def remove_pair(self, adapter_digest: str, base: str) -> Matrix:
+        return self._send("DELETE", "/matrix/pairs", Matrix, params={"adapter_digest": adapter_digest, "base": base})
+
+    # the cluster
+
+    def pools(self) -> list[dict[str, Any]]:
+        return self._get("/pools", list[dict[str, Any]])
+
+    def workers(self) -> list[dict[str, Any]]:
+        return self._get("/workers", list[dict[str, Any]])
+
+    def routing(self) -> Routing:
+        return self._get("/routing", Routing)
+
+    def set_routing(self, header: str, default: str) -> Routing:
+        return self._send("PUT", "/routing", Routing, json={"header": header, "default": default})
+
+    def top(self) -> dict[str, Any]:
+        return self._get("/top", dict[str, Any])
+
+    def _get(self, path: str, kind: type[T], **params: Any) -> T:
+        return self._send("GET", path, kind, params=_present(**params))
+
+    def _send(self, method: str, path: str, kind: type[T], **options: Any) -> T:
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.ConnectError as error:
+            raise ClientError(f"nothing answers at {self.url}: is `tenantry up` running? ({error})", peer_code="unreachable") from error
+        except httpx.TimeoutException as error:
+            raise ClientError(f"{self.url} did not answer in time ({method} {path})", peer_code="timeout") from error
+        except httpx.HTTPError as error:
+            raise ClientError(f"the connection to {self.url} broke ({error or type(error).__name__})", peer_code="unreachable") from error
+        if response.status_code >= 400:
+            raise _refusal(response)
+        if not response.content:
+            return msgspec.convert(None, kind)
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise ClientError(f"{self.url}{path} answered what this client cannot read: {error}", status=response.status_code) from error
+
+
+def _refusal(response: httpx.Response) -> ClientError:
+    try:
+        error: dict[str, Any] = msgspec.json.decode(response.content)["error"]
+        message, peer_code = str(error["message"]), str(error.get("code") or "")
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ClientError(f"HTTP {response.status_code} without a reason", status=response.status_code)
+    fields = {name: value for name, value in error.items() if name not in {"message", "code", "type", "status", "peer_code"}}
+    return ClientError(message, status=response.status_code, peer_code=peer_code, **fields)
+
+
+def _adapter_params(base: str, ceiling_mb: int | None, drain_first: bool, make_default: bool, wait_s: float) -> dict[str, Any]:
+    return _present(
+        base=base,
+        ceiling_bytes="" if ceiling_mb is None else ceiling_mb * MB,
+        drain_first=_flag(drain_first),
+        make_default=_flag(make_default),
+        wait_s=wait_s,
+    )
+
+
+def _present(**params: Any) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if value != ""}
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else ""
+
+
+def _pieces(archive: Path, size: int, progress: Progress | None) -> Iterator[bytes]:
+    sent = 0
+    with archive.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+            sent += len(piece)
+            if progress is not None:
+                progress(sent, size)
