@@ -19,6 +19,17 @@ from shared.artifacts.reasons import RejectReason, rejected
 from shared.errors import AdapterRejected
 
 _HEADER_BUDGET_BYTES = 1 << 20
+# What the standard library's readers raise on damaged input (zipfile also seeks to negative offsets and indexes short fields).
+_DAMAGE = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+    gzip.BadGzipFile,
+    struct.error,
+    ValueError,
+    LookupError,
+    OverflowError,
+)
 
 
 def read_bundle(source: Path | bytes | IO[bytes], into: Path, limits: ArchiveLimits | None = None) -> Bundle:
@@ -88,7 +99,7 @@ def _take_archive(file: IO[bytes], taker: Taker) -> None:
             raise rejected(RejectReason.BAD_ARCHIVE, "not a tar, tar.gz or zip archive (told by its first bytes)")
     except (EOFError, tarfile.ReadError) as error:
         raise rejected(RejectReason.TRUNCATED_ARCHIVE, f"the archive ends early or is damaged: {error}") from error
-    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, gzip.BadGzipFile, struct.error, UnicodeError) as error:
+    except _DAMAGE as error:
         raise rejected(RejectReason.BAD_ARCHIVE, f"the archive is damaged: {error}") from error
     except NotImplementedError as error:
         raise rejected(RejectReason.BAD_ARCHIVE, f"the archive uses an unsupported compression: {error}") from error
@@ -152,8 +163,8 @@ def _take_zip(file: IO[bytes], taker: Taker) -> None:
             path = taker.wants(info.orig_filename, is_folder=info.is_dir())
             if path is None:
                 continue
-            if info.flag_bits & 1:
-                raise rejected(RejectReason.BAD_ARCHIVE, f"{path} is encrypted", member=str(path))
+            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise rejected(RejectReason.BAD_ARCHIVE, f"{path} is encrypted or compressed other than by deflate", member=str(path))
             with archive.open(info) as content:
                 taker.take(path, Counted(content, taker.count))
 
