@@ -155,7 +155,7 @@ class LoadedAdapters:
         """Log-probabilities along the probe's prompt and of the token after it. The platform's own: past the governor, and with a
         salt that no tenant has."""
         params = self._vllm.sampling_params(max_tokens=1, temperature=0.0, logprobs=5, prompt_logprobs=1, detokenize=False)
-        prompt = {"prompt_token_ids": self._prompt, "cache_salt": "tenantry-probe"}
+        prompt = {"type": "token", "prompt_token_ids": self._prompt, "cache_salt": "tenantry-probe"}
         last: Any = None
         async for output in self._engine.generate(prompt, params, f"probe-{time.monotonic_ns()}", lora_request=request):
             last = output

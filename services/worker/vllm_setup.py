@@ -164,8 +164,8 @@ def check_memory(settings: VllmSettings, weights_bytes: int, available_bytes: in
         )
 
 
-def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The AsyncLLM (its processes run when this returns) and those of `engine_args` that are the application's. Blocking: seconds.
+def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path, description: BaseDescription) -> Any:
+    """The AsyncLLM; its processes run when this returns. Blocking: seconds.
 
     :raises StartFailed: with vLLM's last words; its processes' own lines are on stderr.
     """
@@ -179,42 +179,46 @@ def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path) -> tup
         "max_loras": settings.max_loras,
         "max_cpu_loras": settings.max_loras,
         "max_lora_rank": settings.max_lora_rank,
+        "lora_target_modules": target_modules(description),
         "max_num_seqs": settings.max_num_seqs,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,
     }
     if settings.max_model_len:
         arguments["max_model_len"] = settings.max_model_len
     if vllm.is_cpu:
         arguments |= {"block_size": 32, "enforce_eager": True}
-    names = {field.name for field in _fields(vllm.engine_args)}
-    of_engine = {name: value for name, value in settings.engine_args.items() if name in names}
-    of_app = {name: value for name, value in settings.engine_args.items() if name not in names}
+    of_engine = {name: value for name, value in settings.engine_args.items() if name in _engine_names(vllm)}
     try:
-        return vllm.async_llm.from_engine_args(vllm.engine_args(**(arguments | of_engine))), of_app
+        return vllm.async_llm.from_engine_args(vllm.engine_args(**(arguments | of_engine)))
     except Exception as error:
         words = str(error).strip().splitlines() or [type(error).__name__]
         raise StartFailed(f"vLLM did not start: {words[-1]}; its own lines above say more") from error
 
 
-async def build_application(
-    vllm: VllmModules, client: Any, model: str, public_name: str, of_app: dict[str, Any], tasks: tuple[str, ...]
-) -> Any:
-    """vLLM's FastAPI application over `client`, without a socket. `public_name` is the base's model name in it.
+def application_arguments(vllm: VllmModules, settings: VllmSettings, folder: Path, public_name: str) -> Any:
+    """vLLM's server arguments, with those of `engine_args` that are not the engine's. `public_name` is the base's model name.
 
-    :raises StartFailed: an argument in `of_app` that vLLM's server does not have.
+    :raises StartFailed: an argument that neither the engine nor the server has.
     """
     parser = vllm.make_arg_parser(vllm.argument_parser())
-    args = parser.parse_args(["--model", model, "--served-model-name", public_name, "--enable-lora"])
+    args = parser.parse_args(["--model", str(folder), "--served-model-name", public_name, "--enable-lora"])
     args.disable_log_stats = True
     args.disable_fastapi_docs = True
     args.enable_log_requests = False
     args.enable_prompt_tokens_details = True
-    for name, value in of_app.items():
-        if not hasattr(args, name):
+    for name, value in settings.engine_args.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
+        elif name not in _engine_names(vllm):
             raise StartFailed(f"engine_args has `{name}`, which vLLM {vllm.version} does not know", where="engine_args")
-        setattr(args, name, value)
+    return args
+
+
+async def build_application(vllm: VllmModules, client: Any, args: Any, tasks: tuple[str, ...]) -> Any:
+    """vLLM's FastAPI application over `client`, without a socket."""
     app = vllm.build_app(args, tasks)
     await vllm.init_app_state(client, app.state, args, supported_tasks=tasks)
     return app
@@ -261,6 +265,14 @@ def use_templates(renderer: Any, template_of_current: Callable[[], str | None]) 
     renderer.render_messages_async = render_messages_async
 
 
+def target_modules(description: BaseDescription) -> list[str]:
+    """The layers that get slots: those that validation lets adapters target, so that a slot costs what the description says.
+
+    vLLM's own choice has slots for embeddings, the output head and the experts' router too.
+    """
+    return sorted({"experts" if module.experts else module.path.rsplit(".", 1)[-1] for module in description.modules})
+
+
 def slot_bytes_per_rank(description: BaseDescription, element_bytes: int) -> int:
     """What one unit of rank costs over all modules of the description: A and B of each, for every expert."""
     return element_bytes * sum((module.in_features + module.out_features) * max(1, module.experts) for module in description.modules)
@@ -279,5 +291,5 @@ def _find(name: str, *modules: str) -> Any:
     raise StartFailed(f"this vLLM has no {name} in {' or '.join(modules)}", package="vllm")
 
 
-def _fields(kind: Any) -> tuple[Any, ...]:
-    return dataclasses.fields(kind)
+def _engine_names(vllm: VllmModules) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(vllm.engine_args))
