@@ -148,9 +148,15 @@ def events(
         print_json(found)
         return
     rows = [
-        (event.at[:19].replace("T", " "), event.tenant, f"{event.name}@{event.version}", state_text(event.state), event.error.message if event.error else "")
+        (
+            event.at[:19].replace("T", " "),
+            event.tenant,
+            f"{event.name}@{event.version}",
+            state_text(event.state),
+            event.error.message if event.error else "",
+        )
         for event in found
-    ]  # fmt: skip
+    ]
     console.print(table(("at (UTC)", "tenant", "adapter", "state", "reason"), rows))
 
 

@@ -52,6 +52,7 @@ class DataFolder:
         self.keys_file = path / "keys.json"
         self._secrets_file = path / "secrets.json"
         self._running_file = path / "running.json"
+        self._nats_port_file = self.nats / "port"
         self._lock: IO[str] | None = None
 
     def prepare(self) -> None:
@@ -106,6 +107,14 @@ class DataFolder:
 
     def save_api_keys(self, keys: dict[str, SavedKey]) -> None:
         write_private(self.keys_file, msgspec.json.format(msgspec.json.encode(keys)))
+
+    def last_nats_port(self) -> int:
+        """0 if there was none."""
+        return int(self._nats_port_file.read_text()) if self._nats_port_file.exists() else 0
+
+    def keep_nats_port(self, port: int) -> None:
+        """Tenants' programs go on after a restart where the port stays."""
+        self._nats_port_file.write_text(str(port))
 
     def announce(self, running: Running) -> None:
         write_private(self._running_file, msgspec.json.encode(running))

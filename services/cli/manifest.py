@@ -76,7 +76,7 @@ def parse(text: str, where: str) -> Manifest:
     :raises ConfigInvalid: unknown, missing, repeated or wrong keys or values.
     """
     try:
-        composed: Any = yaml.compose(text, Loader=yaml.SafeLoader)  # pyright: ignore[reportUnknownMemberType]
+        composed = yaml.compose(text, Loader=yaml.SafeLoader)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         root = cast("yaml.Node | None", composed)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1

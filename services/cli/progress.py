@@ -1,7 +1,7 @@
 """Progress of uploads and loads: bars where a person watches, nothing else."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -25,7 +25,7 @@ def _bars() -> Progress:
 
 
 @contextlib.contextmanager
-def upload_progress(title: str, *, shown: bool) -> Iterator[OnProgress | None]:
+def upload_progress(title: str, *, shown: bool) -> Generator[OnProgress | None]:
     """A bar for the bytes that are sent; then it says that the adapter is being checked and loaded."""
     if not shown or not console.is_terminal:
         yield None
