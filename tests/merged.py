@@ -36,7 +36,9 @@ def merged_model(base_dir: Path, adapter_dir: Path) -> PreTrainedModel:
     """
     model = load_base(base_dir)
     for parameter_name, expert, rows, delta in _deltas(model, Path(adapter_dir)):
-        parameter = dict(model.named_parameters())[parameter_name]
+        parameter = model.get_parameter(parameter_name)
+        if expert is not None and expert >= parameter.shape[0]:
+            raise ValueError(f"{parameter_name} has no expert {expert}")
         target = parameter if expert is None else parameter[expert]
         target = target if rows is None else target[rows]
         if target.shape != delta.shape:

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import teams
 import torch
@@ -30,6 +31,23 @@ LONG_ANSWER_TOKENS = range(150, 251)
 TENANTRY_YAML = Path(__file__).with_name("tenantry.yaml")
 
 Filler = Callable[[random.Random], list[Example]]
+
+
+class AdapterPlan(NamedTuple):
+    name: str
+    rank: int
+    layout: Layout
+    steps: int
+    seed: int
+    filler: Filler | None = None
+
+
+ADAPTERS = (
+    AdapterPlan("lora_sales", rank=8, layout="per_expert", steps=300, seed=11),
+    AdapterPlan("lora_cs", rank=4, layout="per_expert", steps=300, seed=12),
+    AdapterPlan("lora_finance", rank=8, layout="fused", steps=150, seed=13, filler=teams.finance_filler),
+)
+OTHER_REVISION = AdapterPlan("lora_sales_v0", rank=2, layout="per_expert", steps=100, seed=21)
 
 
 class Trainer:
@@ -80,20 +98,9 @@ class Trainer:
         )
 
 
-def train_adapter(
-    trainer: Trainer,
-    model: Qwen3MoeForCausalLM,
-    name: str,
-    golden: Sequence[Example],
-    *,
-    rank: int,
-    layout: Layout,
-    steps: int,
-    seed: int,
-) -> Lora:
-    lora = Lora(model, rank=rank, alpha=2 * rank, layout=layout, seed=seed)
-    filler = teams.finance_filler if layout == "fused" else None
-    trainer.fit(name, model, golden, filler=filler, lora=lora, steps=steps, peak_lr=4e-3, seed=seed)
+def train_adapter(trainer: Trainer, model: Qwen3MoeForCausalLM, plan: AdapterPlan, golden: Sequence[Example]) -> Lora:
+    lora = Lora(model, rank=plan.rank, alpha=2 * plan.rank, layout=plan.layout, seed=plan.seed)
+    trainer.fit(plan.name, model, golden, filler=plan.filler, lora=lora, steps=plan.steps, peak_lr=4e-3, seed=plan.seed)
     return lora
 
 
@@ -134,26 +141,20 @@ def build(out: Path, console: Console) -> None:
     )
     with Progress(*columns, console=console) as progress:
         trainer = Trainer(tokenizer, progress)
-        base = train_base(trainer, "base", golden["base"], steps=500, seed=1)
+        base = train_base(trainer, "base", golden["base"], steps=600, seed=1)
         margin_by_name = {"base": trainer.smallest_margin(base, golden["base"], None)}
-        progress.log(margin_by_name)
         adapters = {}
-        for name, rank, layout, seed in (
-            ("lora_sales", 8, "per_expert", 11),
-            ("lora_cs", 4, "per_expert", 12),
-            ("lora_finance", 8, "fused", 13),
-        ):
-            adapters[name] = train_adapter(trainer, base, name, golden[name], rank=rank, layout=layout, steps=500, seed=seed)
-            margin_by_name[name] = trainer.smallest_margin(base, golden[name], adapters[name])
-            progress.log({name: margin_by_name[name]})
+        for plan in ADAPTERS:
+            adapters[plan.name] = train_adapter(trainer, base, plan, golden[plan.name])
+            margin_by_name[plan.name] = trainer.smallest_margin(base, golden[plan.name], adapters[plan.name])
         old_base = train_base(trainer, "base v0", golden["base"], steps=150, seed=2)
-        old_sales = train_adapter(trainer, old_base, "lora_sales_v0", golden["lora_sales"], rank=2, layout="per_expert", steps=100, seed=21)
+        old_sales = train_adapter(trainer, old_base, OTHER_REVISION, golden["lora_sales"])
     if min(margin_by_name.values()) <= REQUIRED_MARGIN:
         raise SystemExit(f"margins too small, nothing written: {margin_by_name}")
     save_base(base, tokenizer, out / "base")
     for name, lora in adapters.items():
         save_adapter(lora, out / "adapters" / name, revision="v1")
-    save_adapter(old_sales, out / "other" / "lora_sales_v0", revision="v0")
+    save_adapter(old_sales, out / "other" / OTHER_REVISION.name, revision="v0")
     write_golden(out / "golden.json", golden, margin_by_name)
     if out.resolve() != TENANTRY_YAML.parent:
         shutil.copy(TENANTRY_YAML, out)

@@ -1,6 +1,7 @@
 """The bundled demo answers its golden questions exactly, by transformers with merged weights."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ from tests.merged import greedy, load_base, load_tokenizer, merged_model, prompt
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 GOLDEN: dict[str, list[dict[str, str]]] = json.loads((DEMO / "golden.json").read_text())
 METADATA: Any = GOLDEN.pop("metadata")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A model this small gains nothing from more, and on a busy machine they wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
