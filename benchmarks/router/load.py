@@ -1,0 +1,179 @@
+"""The load of the router benchmark: one process, raw sockets, keep-alive; prints one JSON line.
+
+Modes: `saturate` (closed loop, whole answers), `paced` (open loop at a fixed rate, time to the first token of a stream),
+`stream` (many streams at once, every piece counted).
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+from typing import Any, cast
+
+import uvloop
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection; one request at a time."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport
+        self.buffer = b""
+        self.done: asyncio.Future[None] | None = None
+        self.first_body_s = 0.0
+        self.events = 0
+        self.status = 0
+        self.head_seen = False
+        self.left_bytes = -1
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.done is not None and not self.done.done():
+            self.done.set_exception(ConnectionError(f"the connection ended in an answer: {exc}"))
+
+    def send(self, request: bytes) -> asyncio.Future[None]:
+        self.done = asyncio.get_running_loop().create_future()
+        self.buffer = b""
+        self.first_body_s = 0.0
+        self.head_seen = False
+        self.left_bytes = -1
+        self.transport.write(request)
+        return self.done
+
+    def data_received(self, data: bytes) -> None:
+        if not self.head_seen:
+            self.buffer += data
+            end = self.buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head = self.buffer[:end].lower()
+            self.status = int(head[9:12])
+            self.head_seen = True
+            at = head.find(b"content-length:")
+            if at >= 0:
+                self.left_bytes = int(head[at + 15 :].split(b"\r\n", 1)[0])
+            data = self.buffer[end + 4 :]
+            self.buffer = b""
+            if not data:
+                return
+        if not self.first_body_s:
+            self.first_body_s = asyncio.get_running_loop().time()
+        if self.left_bytes >= 0:
+            self.left_bytes -= len(data)
+            if self.left_bytes <= 0:
+                self._finish()
+            return
+        self.events += data.count(b"data: ")
+        self.buffer = (self.buffer + data)[-7:]
+        if self.buffer.endswith(b"\r\n0\r\n\r\n"):
+            self._finish()
+
+    def _finish(self) -> None:
+        assert self.done is not None
+        if self.status != 200:
+            self.done.set_exception(RuntimeError(f"status {self.status}"))
+        else:
+            self.done.set_result(None)
+
+
+def request_bytes(args: argparse.Namespace, *, stream: bool, tokens: int) -> bytes:
+    body: dict[str, Any] = {
+        "model": args.model,
+        "messages": [{"role": "user", "content": "What about refund? " * 8}],
+        "max_tokens": tokens,
+        "temperature": 0,
+    }
+    if stream:
+        body["stream"] = True
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {args.key}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
+
+
+async def opened(args: argparse.Namespace, count: int) -> list[Connection]:
+    loop = asyncio.get_running_loop()
+    return [(await loop.create_connection(Connection, args.host, args.port))[1] for _ in range(count)]
+
+
+async def saturate(args: argparse.Namespace) -> dict[str, float]:
+    connections = await opened(args, args.connections)
+    request = request_bytes(args, stream=False, tokens=1)
+    loop = asyncio.get_running_loop()
+    stop_s = loop.time() + args.seconds
+    counts = [0] * len(connections)
+    latencies: list[float] = []
+
+    async def drive(index: int, connection: Connection) -> None:
+        while (now := loop.time()) < stop_s:
+            await connection.send(request)
+            latencies.append(loop.time() - now)
+            counts[index] += 1
+
+    started_s = loop.time()
+    async with asyncio.TaskGroup() as group:
+        for index, connection in enumerate(connections):
+            group.create_task(drive(index, connection))
+    return {"requests": sum(counts), "requests_per_s": sum(counts) / (loop.time() - started_s), "p50_ms": quantile(latencies, 50)}
+
+
+async def paced(args: argparse.Namespace) -> dict[str, float]:
+    connections = await opened(args, args.connections)
+    request = request_bytes(args, stream=True, tokens=args.tokens)
+    loop = asyncio.get_running_loop()
+    free = list(connections)
+    first: list[float] = []
+    missed = 0
+
+    async def one(connection: Connection, sent_s: float) -> None:
+        await connection.send(request)
+        first.append(connection.first_body_s - sent_s)
+        free.append(connection)
+
+    start_s = loop.time()
+    async with asyncio.TaskGroup() as group:
+        for number in range(int(args.rate * args.seconds)):
+            await asyncio.sleep(max(0.0, start_s + number / args.rate - loop.time()))
+            if not free:
+                missed += 1
+                continue
+            group.create_task(one(free.pop(), loop.time()))
+    return {"requests": len(first), "missed": missed, "ttft_p50_ms": quantile(first, 50), "ttft_p99_ms": quantile(first, 99)}
+
+
+async def stream(args: argparse.Namespace) -> dict[str, float]:
+    connections = await opened(args, args.connections)
+    request = request_bytes(args, stream=True, tokens=args.tokens)
+    async with asyncio.TaskGroup() as group:
+        for connection in connections:
+            group.create_task(await_done(connection, request))
+    return {"requests": len(connections), "events": sum(connection.events for connection in connections)}
+
+
+async def await_done(connection: Connection, request: bytes) -> None:
+    await connection.send(request)
+
+
+def quantile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100)[percent - 1] * 1000.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=["saturate", "paced", "stream"])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--key", default="none")
+    parser.add_argument("--model", default="qwen3-moe-demo")
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rate", type=float, default=50.0)
+    parser.add_argument("--tokens", type=int, default=100)
+    args = parser.parse_args()
+    result = uvloop.run({"saturate": saturate, "paced": paced, "stream": stream}[args.mode](args))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
