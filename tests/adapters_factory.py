@@ -4,30 +4,21 @@
 with `BAD_KINDS[name].reason`.
 """
 
-import gzip
-import io
-import json
 import pickle
 import tarfile
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from shared.artifacts.reasons import RejectReason
 from shared.contracts.base import BaseDescription, EngineLimits, Module
+from tests import adapter_damage as damage
+from tests.adapter_files import CONFIG, WEIGHTS, Tensors, pack, tar_bytes, write_adapter
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
-CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
-
-Tensors = dict[str, np.ndarray]
 
 
 def make_base(
@@ -144,29 +135,6 @@ def lora_config(base: BaseDescription, tensors: Tensors, **changes: Any) -> dict
     return config | changes
 
 
-def safetensors_bytes(tensors: Tensors, dtype: str = "float32") -> bytes:
-    """Written by hand, so that the reader under test is not also the writer."""
-    header: dict[str, Any] = {}
-    data = bytearray()
-    for name, tensor in tensors.items():
-        raw = tensor.astype(NUMPY[dtype]).tobytes()
-        header[name] = {
-            "dtype": CODES[dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [len(data), len(data) + len(raw)],
-        }
-        data += raw
-    head = json.dumps(header).encode()
-    return len(head).to_bytes(8, "little") + head + bytes(data)
-
-
-def write_adapter(folder: Path, config: dict[str, Any], tensors: Tensors, dtype: str = "float32") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=1))
-    (folder / WEIGHTS).write_bytes(safetensors_bytes(tensors, dtype))
-    return folder
-
-
 def make_adapter(
     folder: Path,
     base: BaseDescription,
@@ -181,31 +149,6 @@ def make_adapter(
     """A good adapter's folder; `changes` go into its adapter_config.json."""
     tensors = random_tensors(base, rank=rank, leaves=leaves, form=form or default_form(base), seed=seed)
     return write_adapter(folder, lora_config(base, tensors, **{"r": rank, **changes}), tensors, dtype)
-
-
-def pack(folder: Path, kind: str, top: str = "") -> bytes:
-    """The folder's files as a "tar", "tar.gz" or "zip", under a top-level folder if `top` is given."""
-    members = {f"{top}/{file.name}" if top else file.name: file.read_bytes() for file in sorted(folder.iterdir())}
-    if kind == "zip":
-        out = io.BytesIO()
-        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, content in members.items():
-                archive.writestr(name, content)
-        return out.getvalue()
-    raw = tar_bytes(members)
-    return raw if kind == "tar" else gzip.compress(raw, mtime=0)
-
-
-def tar_bytes(members: dict[str, bytes], extra: tuple[tarfile.TarInfo, ...] = ()) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for info in extra:
-            tar.addfile(info)
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return out.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,97 +191,6 @@ def _archive(reason: RejectReason, build: Callable[[Path], bytes]) -> BadKind:
     return BadKind(reason=reason, make=make)
 
 
-def _members(folder: Path, prefix: str = "") -> dict[str, bytes]:
-    return {prefix + file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def _link(name: str, target: str, kind: bytes) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type = kind
-    info.linkname = target
-    return info
-
-
-def _zip_link(folder: Path) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        info = zipfile.ZipInfo(WEIGHTS)
-        info.external_attr = 0o120777 << 16
-        archive.writestr(info, "/etc/passwd")
-        archive.writestr(CONFIG, (folder / CONFIG).read_bytes())
-    return out.getvalue()
-
-
-def _zip_member(folder: Path, name: str) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr(name, b"x")
-        for own, content in _members(folder).items():
-            archive.writestr(own, content)
-    return out.getvalue()
-
-
-def _zip_bomb(folder: Path) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(CONFIG, (folder / CONFIG).read_bytes())
-        with archive.open(WEIGHTS, "w", force_zip64=True) as content:
-            for _ in range(80):
-                content.write(bytes(1 << 20))
-    return out.getvalue()
-
-
-def _gzip_bomb(folder: Path) -> bytes:
-    return gzip.compress(tar_bytes({"padding": bytes(80 << 20), **_members(folder)}), compresslevel=9, mtime=0)
-
-
-def _cut(path: Path, to: float) -> None:
-    raw = path.read_bytes()
-    path.write_bytes(raw[: int(len(raw) * to)])
-
-
-def _set_value(folder: Path, value: float) -> None:
-    raw = bytearray((folder / WEIGHTS).read_bytes())
-    raw[-4:] = np.float32(value).tobytes()
-    (folder / WEIGHTS).write_bytes(raw)
-
-
-def _swap_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    raw = (folder / WEIGHTS).read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + size])
-    change(header)
-    head = json.dumps(header).encode()
-    (folder / WEIGHTS).write_bytes(len(head).to_bytes(8, "little") + head + raw[8 + size :])
-
-
-def _overlap(header: dict[str, Any]) -> None:
-    first, second = list(header.values())[:2]
-    begin = first["data_offsets"][0]
-    length = second["data_offsets"][1] - second["data_offsets"][0]
-    second["data_offsets"] = [begin, begin + length]
-
-
-def _out_of_range(header: dict[str, Any]) -> None:
-    last = list(header.values())[-1]
-    last["data_offsets"] = [last["data_offsets"][0], last["data_offsets"][1] + 4096]
-    last["shape"][0] += 4096 // (4 * last["shape"][1])
-
-
-def _first(header: dict[str, Any], **changes: Any) -> None:
-    next(iter(header.values())).update(changes)
-
-
-def _to_pickle(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    (folder / "adapter_model.bin").write_bytes(pickle.dumps({"weights": [1.0]}))
-
-
-def _to_zip_in_disguise(folder: Path) -> None:
-    with zipfile.ZipFile(folder / WEIGHTS, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps({"weights": [1.0]}))
-
-
 def _renamed(old: str, new: str) -> Callable[[BaseDescription, Tensors], Tensors]:
     return lambda _base, tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
 
@@ -362,7 +214,7 @@ def _rank_big(base: BaseDescription, folder: Path) -> Path:
 
 
 def _several(folder: Path) -> bytes:
-    return tar_bytes(_members(folder, "sales/") | _members(folder, "support/"))
+    return tar_bytes(damage.members(folder, "sales/") | damage.members(folder, "support/"))
 
 
 BAD_KINDS: dict[str, BadKind] = {
@@ -370,37 +222,43 @@ BAD_KINDS: dict[str, BadKind] = {
     "archive of nothing": _archive(RejectReason.EMPTY, lambda _: tar_bytes({})),
     "zip of nothing": _archive(RejectReason.EMPTY, lambda _: b"PK\x05\x06" + bytes(18)),
     "not an archive": _archive(RejectReason.BAD_ARCHIVE, lambda _: b"hello, adapter " * 100),
-    "name twice in a tar": _archive(RejectReason.BAD_ARCHIVE, lambda f: tar_bytes(_members(f) | {"./" + CONFIG: b"{}"})),
+    "name twice in a tar": _archive(RejectReason.BAD_ARCHIVE, lambda f: tar_bytes(damage.members(f) | {"./" + CONFIG: b"{}"})),
     "tar cut off": _archive(RejectReason.TRUNCATED_ARCHIVE, lambda f: pack(f, "tar")[:3000]),
     "tar.gz cut off": _archive(RejectReason.TRUNCATED_ARCHIVE, lambda f: pack(f, "tar.gz")[:-400]),
     "zip cut off": _archive(RejectReason.TRUNCATED_ARCHIVE, lambda f: pack(f, "zip")[:-100]),
-    "dot-dot in a tar": _archive(RejectReason.UNSAFE_PATH, lambda f: tar_bytes({"../evil": b"x"} | _members(f))),
-    "absolute path in a tar": _archive(RejectReason.UNSAFE_PATH, lambda f: tar_bytes({"/etc/evil": b"x"} | _members(f))),
-    "backslash in a tar": _archive(RejectReason.UNSAFE_PATH, lambda f: tar_bytes({"..\\evil": b"x"} | _members(f))),
-    "dot-dot in a zip": _archive(RejectReason.UNSAFE_PATH, lambda f: _zip_member(f, "a/../../evil")),
-    "absolute path in a zip": _archive(RejectReason.UNSAFE_PATH, lambda f: _zip_member(f, "/etc/evil")),
+    "dot-dot in a tar": _archive(RejectReason.UNSAFE_PATH, lambda f: tar_bytes({"../evil": b"x"} | damage.members(f))),
+    "absolute path in a tar": _archive(RejectReason.UNSAFE_PATH, lambda f: tar_bytes({"/etc/evil": b"x"} | damage.members(f))),
+    "backslash in a tar": _archive(RejectReason.UNSAFE_PATH, lambda f: tar_bytes({"..\\evil": b"x"} | damage.members(f))),
+    "dot-dot in a zip": _archive(RejectReason.UNSAFE_PATH, lambda f: damage.zip_member(f, "a/../../evil")),
+    "absolute path in a zip": _archive(RejectReason.UNSAFE_PATH, lambda f: damage.zip_member(f, "/etc/evil")),
     "symlink in a tar": _archive(
-        RejectReason.LINK_OR_DEVICE, lambda f: tar_bytes(_members(f), (_link("x", "/etc/passwd", tarfile.SYMTYPE),))
+        RejectReason.LINK_OR_DEVICE, lambda f: tar_bytes(damage.members(f), (damage.link("x", "/etc/passwd", tarfile.SYMTYPE),))
     ),
-    "hard link in a tar": _archive(RejectReason.LINK_OR_DEVICE, lambda f: tar_bytes(_members(f), (_link("x", CONFIG, tarfile.LNKTYPE),))),
-    "device in a tar": _archive(RejectReason.LINK_OR_DEVICE, lambda f: tar_bytes(_members(f), (_link("x", "", tarfile.CHRTYPE),))),
-    "symlink in a zip": _archive(RejectReason.LINK_OR_DEVICE, _zip_link),
+    "hard link in a tar": _archive(
+        RejectReason.LINK_OR_DEVICE, lambda f: tar_bytes(damage.members(f), (damage.link("x", CONFIG, tarfile.LNKTYPE),))
+    ),
+    "device in a tar": _archive(
+        RejectReason.LINK_OR_DEVICE, lambda f: tar_bytes(damage.members(f), (damage.link("x", "", tarfile.CHRTYPE),))
+    ),
+    "symlink in a zip": _archive(RejectReason.LINK_OR_DEVICE, damage.zip_link),
     "symlink in a folder": _edited(
         RejectReason.LINK_OR_DEVICE,
         lambda f: [(f / CONFIG).rename(f / "real.json"), (f / CONFIG).symlink_to(f / "real.json")],
     ),
-    "gzip bomb": _archive(RejectReason.ARCHIVE_BOMB, _gzip_bomb),
-    "zip bomb": _archive(RejectReason.ARCHIVE_BOMB, _zip_bomb),
-    "very many members": _archive(RejectReason.ARCHIVE_BOMB, lambda f: tar_bytes({f"file{n}": b"" for n in range(5000)} | _members(f))),
+    "gzip bomb": _archive(RejectReason.ARCHIVE_BOMB, damage.gzip_bomb),
+    "zip bomb": _archive(RejectReason.ARCHIVE_BOMB, damage.zip_bomb),
+    "very many members": _archive(
+        RejectReason.ARCHIVE_BOMB, lambda f: tar_bytes({f"file{n}": b"" for n in range(5000)} | damage.members(f))
+    ),
     "config of two megabytes": _edited(RejectReason.FILE_TOO_BIG, lambda f: (f / CONFIG).write_bytes(b" " * (2 << 20))),
     "several adapters": _archive(RejectReason.SEVERAL_ADAPTERS, _several),
     "no config": _edited(RejectReason.MISSING_CONFIG, lambda f: (f / CONFIG).unlink()),
     "no weights": _edited(RejectReason.MISSING_WEIGHTS, lambda f: (f / WEIGHTS).unlink()),
-    "pickle instead of safetensors": _edited(RejectReason.PICKLE, _to_pickle),
+    "pickle instead of safetensors": _edited(RejectReason.PICKLE, damage.to_pickle),
     "pickle named safetensors": _edited(
         RejectReason.PICKLE, lambda f: (f / WEIGHTS).write_bytes(pickle.dumps({"weights": [1.0] * 100}, protocol=4))
     ),
-    "torch zip named safetensors": _edited(RejectReason.PICKLE, _to_zip_in_disguise),
+    "torch zip named safetensors": _edited(RejectReason.PICKLE, damage.to_zip_in_disguise),
     "config that is not JSON": _edited(RejectReason.BAD_CONFIG, lambda f: (f / CONFIG).write_text("{'r': 4}")),
     "config that is a list": _edited(RejectReason.BAD_CONFIG, lambda f: (f / CONFIG).write_text("[]")),
     "rank of zero": _config(RejectReason.BAD_CONFIG, r=0),
@@ -414,17 +272,17 @@ BAD_KINDS: dict[str, BadKind] = {
     "new tokens": _config(RejectReason.NEW_TOKENS, trainable_token_indices=[1, 2]),
     "activated LoRA": _config(RejectReason.UNSUPPORTED_FEATURE, alora_invocation_tokens=[1]),
     "PiSSA": _config(RejectReason.UNSUPPORTED_FEATURE, init_lora_weights="pissa_niter_4"),
-    "weights cut off": _edited(RejectReason.TRUNCATED_WEIGHTS, lambda f: _cut(f / WEIGHTS, 0.5)),
+    "weights cut off": _edited(RejectReason.TRUNCATED_WEIGHTS, lambda f: damage.cut(f / WEIGHTS, 0.5)),
     "weights of no bytes": _edited(RejectReason.TRUNCATED_WEIGHTS, lambda f: (f / WEIGHTS).write_bytes(b"")),
-    "tensor beyond the file": _edited(RejectReason.TRUNCATED_WEIGHTS, lambda f: _swap_header(f, _out_of_range)),
+    "tensor beyond the file": _edited(RejectReason.TRUNCATED_WEIGHTS, lambda f: damage.swap_header(f, damage.out_of_range)),
     "header that is not JSON": _edited(RejectReason.BAD_WEIGHTS, lambda f: (f / WEIGHTS).write_bytes((4).to_bytes(8, "little") + b"oops")),
     "header of a terabyte": _edited(RejectReason.BAD_WEIGHTS, lambda f: (f / WEIGHTS).write_bytes((1 << 40).to_bytes(8, "little") + b"{}")),
-    "tensors that overlap": _edited(RejectReason.BAD_WEIGHTS, lambda f: _swap_header(f, _overlap)),
+    "tensors that overlap": _edited(RejectReason.BAD_WEIGHTS, lambda f: damage.swap_header(f, damage.overlap)),
     "bytes after the tensors": _edited(RejectReason.BAD_WEIGHTS, lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes() + b"more")),
-    "unknown dtype": _edited(RejectReason.BAD_DTYPE, lambda f: _swap_header(f, lambda header: _first(header, dtype="F31"))),
+    "unknown dtype": _edited(RejectReason.BAD_DTYPE, lambda f: damage.swap_header(f, lambda header: damage.first(header, dtype="F31"))),
     "float64": BadKind(reason=RejectReason.BAD_DTYPE, make=lambda base, f: make_adapter(f, base, dtype="float64")),
-    "NaN": _edited(RejectReason.NOT_FINITE, lambda f: _set_value(f, float("nan"))),
-    "infinity": _edited(RejectReason.NOT_FINITE, lambda f: _set_value(f, float("-inf"))),
+    "NaN": _edited(RejectReason.NOT_FINITE, lambda f: damage.set_value(f, float("nan"))),
+    "infinity": _edited(RejectReason.NOT_FINITE, lambda f: damage.set_value(f, float("-inf"))),
     "all zeros": _tensors(RejectReason.DOES_NOTHING, lambda _, t: {name: tensor * 0 for name, tensor in t.items()}),
     "stray tensor": _tensors(RejectReason.UNKNOWN_TENSOR, lambda _, t: t | {"optimizer.step": np.ones(1)}),
     "lora_B bias tensor": _tensors(RejectReason.BIAS, lambda _, t: t | {"model.x.lora_B.bias": np.ones(4)}),

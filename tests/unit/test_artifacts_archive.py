@@ -10,7 +10,8 @@ import pytest
 from shared.artifacts.archive import read_bundle
 from shared.artifacts.bundle import ArchiveLimits
 from shared.errors import AdapterRejected
-from tests.adapters_factory import CONFIG, WEIGHTS, make_adapter, make_base, pack, tar_bytes
+from tests.adapter_files import CONFIG, WEIGHTS, pack, tar_bytes
+from tests.adapters_factory import make_adapter, make_base
 
 BASE = make_base("moe")
 

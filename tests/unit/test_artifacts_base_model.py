@@ -13,7 +13,7 @@ from shared.artifacts.base_model import default_label, describe_base
 from shared.artifacts.file_hashes import FileHashes
 from shared.contracts.base import BaseDescription, Module
 from shared.errors import ConfigInvalid, StartFailed
-from tests.adapters_factory import Tensors, safetensors_bytes
+from tests.adapter_files import Tensors, safetensors_bytes
 
 H, INNER, E = 16, 12, 4
 

@@ -9,7 +9,8 @@ from shared.artifacts.archive import read_bundle
 from shared.artifacts.validate import ValidAdapter, rank_class, validate
 from shared.contracts.base import BaseDescription, EngineLimits
 from shared.errors import AdapterRejected
-from tests.adapters_factory import Tensors, lora_config, make_adapter, make_base, make_limits, random_tensors, write_adapter
+from tests.adapter_files import Tensors, write_adapter
+from tests.adapters_factory import lora_config, make_adapter, make_base, make_limits, random_tensors
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 

@@ -18,20 +18,8 @@ from shared.artifacts.tensors import read_header, read_tensor
 from shared.artifacts.validate import ValidAdapter, validate
 from shared.contracts.base import BaseDescription
 from shared.errors import AdapterRejected
-from tests.adapters_factory import (
-    CONFIG,
-    NUMPY,
-    PREFIX,
-    WEIGHTS,
-    Tensors,
-    lora_config,
-    make_adapter,
-    make_base,
-    make_limits,
-    pack,
-    random_tensors,
-    write_adapter,
-)
+from tests.adapter_files import CONFIG, NUMPY, WEIGHTS, Tensors, pack, write_adapter
+from tests.adapters_factory import PREFIX, lora_config, make_adapter, make_base, make_limits, random_tensors
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")

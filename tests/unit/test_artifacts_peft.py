@@ -11,7 +11,8 @@ from shared.artifacts.base_model import describe_base
 from shared.artifacts.normalise import normalise
 from shared.artifacts.tensors import read_header, read_tensor
 from shared.artifacts.validate import validate
-from tests.adapters_factory import PREFIX, WEIGHTS, make_limits
+from tests.adapter_files import WEIGHTS
+from tests.adapters_factory import PREFIX, make_limits
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -16,7 +16,8 @@ from shared.artifacts.peft_config import parse_config
 from shared.artifacts.tensors import read_header, scan_tensor
 from shared.artifacts.validate import validate
 from shared.errors import AdapterRejected
-from tests.adapters_factory import NUMPY, make_adapter, make_base, make_limits, pack, safetensors_bytes
+from tests.adapter_files import NUMPY, pack, safetensors_bytes
+from tests.adapters_factory import make_adapter, make_base, make_limits
 
 BASE = make_base("moe", layers=1, experts=2)
 
