@@ -136,10 +136,13 @@ def merged(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
 def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
     """The model's own greedy continuation, end-of-sequence tokens ignored."""
     tokens = torch.tensor([prompt])
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.no_grad():
         for _ in range(num_tokens):
             logits = model(tokens, use_cache=False).logits[0, -1]
             tokens = torch.cat((tokens, logits.argmax().view(1, 1)), dim=1)
+    torch.set_num_threads(num_threads)
     return tokens[0, len(prompt) :].tolist()
 
 
