@@ -42,6 +42,7 @@ def read_bundle(source: Path | bytes | IO[bytes], into: Path, limits: ArchiveLim
     """
     limits = limits or ArchiveLimits()
     into.mkdir(parents=True, exist_ok=True)
+    assert not any(into.iterdir()), f"{into} is not empty; a refusal would empty it"
     if isinstance(source, Path) and not source.is_dir():
         with source.open("rb") as file:
             return read_bundle(file, into, limits)
