@@ -10,7 +10,7 @@ import structlog
 
 from services.worker import vllm_setup as setup
 from services.worker.engine import AsgiApp, LoadProof, ReleaseProof
-from services.worker.engine_guard import EngineGuard, engine_processes
+from services.worker.engine_guard import EngineGuard
 from services.worker.governor import Governor, current_attempt
 from services.worker.vllm_adapters import LoadedAdapters
 from services.worker.vllm_client import GovernedClient
@@ -131,7 +131,7 @@ class VllmEngine:
         )
 
     async def _start_processes(self, vllm: setup.VllmModules, folder: Path) -> None:
-        self._guard.start()
+        await asyncio.to_thread(self._guard.start)
         started = asyncio.Event()
         failure: StartFailed | None = None
         async with asyncio.TaskGroup() as group:
@@ -144,7 +144,7 @@ class VllmEngine:
                 started.set()
         if failure is not None:
             raise failure
-        self._processes = await asyncio.to_thread(engine_processes)
+        self._processes = await asyncio.to_thread(self._guard.engine_processes)
 
     async def _start_application(self, vllm: setup.VllmModules, args: Any) -> None:
         engine = self._engine

@@ -1,0 +1,222 @@
+"""The client between vLLM's application and its engine, over an engine that answers from a script."""
+
+import asyncio
+import copy
+import enum
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.worker.governor import Attempt, Governor, current_attempt
+from services.worker.vllm_client import GovernedClient, tenant_salt
+from shared.contracts.inference import Handle
+from shared.errors import HandleMismatch, InternalError, Overloaded
+
+BASE = "demo@" + "a" * 64
+SECRET = b"secret"
+
+
+class Kind(enum.Enum):
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class Sampling:
+    def __init__(self, kind: Kind, n: int = 1) -> None:
+        self.output_kind, self.n, self.max_tokens = kind, n, 8
+
+    def clone(self) -> "Sampling":
+        return copy.copy(self)
+
+
+class FakeEngine:
+    """Makes `steps` tokens for each sample, one per step; `aborted` says whether it was closed before its end."""
+
+    def __init__(self, steps: int = 3) -> None:
+        self.steps = steps
+        self.calls: list[SimpleNamespace] = []
+        self.aborted = False
+        self.model_config = "the engine's own"
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+        self.calls.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id, options=options))
+        finished = False
+        try:
+            for step in range(1, self.steps + 1):
+                await asyncio.sleep(0)
+                for index in range(params.n):
+                    ids = [7] if params.output_kind is Kind.DELTA else [7] * step
+                    finished = step == self.steps and index == params.n - 1
+                    sample = SimpleNamespace(index=index, token_ids=ids, text="x" * len(ids))
+                    yield SimpleNamespace(outputs=[sample], finished=finished, num_cached_tokens=2)
+        finally:
+            self.aborted = not finished
+
+    async def encode(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+        self.calls.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id, options=options))
+        yield SimpleNamespace(finished=True)
+
+
+class Desk:
+    def __init__(self, adapter_id: str = "", steps: int = 3) -> None:
+        handle = Handle(tenant_id="tn_1", tenant="sales", pool_id="main", base=BASE, adapter_id=adapter_id, alias="x", version=1)
+        self.engine = FakeEngine(steps)
+        self.governor = Governor()
+        self.attempt = Attempt("r1", 0, "router", handle, "/v1/completions")
+        self.governor.begin(self.attempt)
+        self.loras = {name: lora(name, number) for number, name in enumerate(("ad_1", "ad_2"), start=1)}
+        self.client = GovernedClient(self.engine, self.governor, self.loras, SECRET)
+        current_attempt.set(self.attempt)
+
+    async def run(self, kind: Kind, request_id: str = "cmpl-1", n: int = 1, tokens: int = 4, **options: Any) -> list[Any]:
+        prompt = {"type": "token", "prompt_token_ids": [1] * tokens}
+        return [output async for output in self.client.generate(prompt, Sampling(kind, n), request_id, **options)]
+
+
+def lora(name: str, number: int) -> SimpleNamespace:
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=f"/adapters/{name}")
+
+
+@pytest.mark.parametrize("kind", [Kind.DELTA, Kind.CUMULATIVE])
+async def test_a_stream_passes_step_by_step_and_every_token_is_counted_once(kind: Kind) -> None:
+    desk = Desk()
+    outputs = await desk.run(kind, n=2)
+    assert len(outputs) == 6
+    totals = desk.attempt.totals()
+    assert (totals.prompt_tokens, totals.completion_tokens, totals.cached_tokens) == (4, 6, 2)
+    assert desk.attempt.admitted.is_set()
+
+
+async def test_a_single_answer_comes_once_with_all_samples_in_order_and_was_counted_on_the_way() -> None:
+    desk = Desk()
+    (output,) = await desk.run(Kind.FINAL_ONLY, n=3)
+    assert [(sample.index, len(sample.token_ids)) for sample in output.outputs] == [(0, 3), (1, 3), (2, 3)]
+    assert desk.attempt.completion_tokens == 9
+
+
+async def test_an_answer_given_up_half_way_is_aborted_and_counted_so_far() -> None:
+    desk = Desk(steps=1000)
+    seen = 0
+    stream = desk.client.generate({"type": "token", "prompt_token_ids": [1]}, Sampling(Kind.DELTA), "cmpl-1")
+    async for _ in stream:
+        seen += 1
+        if seen == 5:
+            break
+    await stream.aclose()
+    assert desk.engine.aborted
+    assert desk.attempt.completion_tokens == 5
+
+
+async def test_a_cancelled_single_answer_is_aborted_and_counted_so_far() -> None:
+    desk = Desk(steps=100_000)
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(desk.run(Kind.FINAL_ONLY))
+        async with asyncio.timeout(5):
+            while desk.attempt.completion_tokens < 3:
+                await asyncio.sleep(0)
+        asking.cancel()
+    assert desk.engine.aborted
+    assert 3 <= desk.attempt.completion_tokens < 100_000
+
+
+async def test_salt_priority_and_routing_are_the_platforms_whatever_was_asked_for() -> None:
+    desk = Desk()
+    prompt = {"type": "token", "prompt_token_ids": [1], "cache_salt": "client's"}
+    options = {"priority": -9, "data_parallel_rank": 1, "session_id": "s", "trace_headers": {}, "reasoning_ended": None}
+    assert [o async for o in desk.client.generate(prompt, Sampling(Kind.DELTA), "cmpl-1", **options)]
+    (call,) = desk.engine.calls
+    assert call.prompt["cache_salt"] == tenant_salt(SECRET, "tn_1") != tenant_salt(SECRET, "tn_2")
+    assert tenant_salt(SECRET, "tn_1") != tenant_salt(b"other", "tn_1")
+    assert call.options == {"priority": 0, "reasoning_ended": None}
+    assert prompt["cache_salt"] == "client's"
+
+
+async def test_the_handles_own_adapter_reaches_the_engine() -> None:
+    desk = Desk("ad_1")
+    await desk.run(Kind.DELTA, lora_request=desk.loras["ad_1"])
+    assert desk.engine.calls[0].options["lora_request"] is desk.loras["ad_1"]
+
+
+@pytest.mark.parametrize(
+    ("resolved", "asked"),
+    [
+        ("ad_1", lora("ad_2", 2)),
+        ("ad_1", None),
+        ("", lora("ad_1", 1)),
+        ("ad_1", lora("ad_1", 2)),
+        ("ad_1", SimpleNamespace(lora_name="ad_1", lora_int_id=1, lora_path="/elsewhere")),
+        ("ad_9", lora("ad_9", 9)),
+    ],
+)
+async def test_any_other_lora_request_is_refused_before_the_engine_sees_it(resolved: str, asked: Any) -> None:
+    desk = Desk(resolved)
+    with pytest.raises(HandleMismatch):
+        await desk.run(Kind.DELTA, lora_request=asked)
+    assert isinstance(desk.attempt.refusal, HandleMismatch)
+    assert desk.engine.calls == []
+
+
+async def test_nothing_runs_outside_an_attempt() -> None:
+    desk = Desk()
+
+    async def outside() -> None:
+        with pytest.raises(InternalError):
+            await desk.run(Kind.DELTA)
+        with pytest.raises(InternalError):
+            desk.client.encode({"prompt_token_ids": [1]}, None, "embd-1")
+
+    import contextvars
+
+    await asyncio.get_running_loop().create_task(outside(), context=contextvars.Context())
+    assert desk.engine.calls == []
+
+
+@pytest.mark.parametrize("prompt", ["text", {"prompt": "text"}, {"type": "embeds"}, None])
+async def test_a_prompt_whose_tokens_cannot_be_counted_is_not_started(prompt: Any) -> None:
+    desk = Desk()
+    with pytest.raises(InternalError):
+        desk.client.generate(prompt, Sampling(Kind.DELTA), "cmpl-1")
+    assert desk.engine.calls == []
+
+
+async def test_a_refused_admission_never_reaches_the_engine() -> None:
+    class Full(Governor):
+        async def admit(self, attempt: Attempt, prompt_tokens: int, max_tokens: int, samples: int, now_s: float) -> None:
+            raise Overloaded("full", asked=prompt_tokens + samples * max_tokens)
+
+    desk = Desk()
+    client = GovernedClient(desk.engine, Full(), {}, SECRET)
+    with pytest.raises(Overloaded) as refused:
+        [_ async for _ in client.generate({"prompt_token_ids": [1, 2]}, Sampling(Kind.DELTA, n=3), "cmpl-1")]
+    assert refused.value.fields["asked"] == 2 + 3 * 8
+    assert desk.engine.calls == []
+
+
+async def test_a_beam_searchs_prompt_counts_once_and_each_prompt_of_many_once() -> None:
+    desk = Desk(steps=1)
+    for step, beam in (("0a", 0), ("0b", 0), ("0b", 1)):
+        await desk.run(Kind.CUMULATIVE, request_id=f"cmpl-1-{step}-beam-{beam}", tokens=4)
+    assert desk.attempt.prompt_tokens == 4
+    await desk.run(Kind.FINAL_ONLY, request_id="cmpl-1-0", tokens=3)
+    await desk.run(Kind.FINAL_ONLY, request_id="cmpl-1-1", tokens=5)
+    assert desk.attempt.prompt_tokens == 12
+    assert desk.attempt.completion_tokens == 5
+
+
+async def test_pooling_is_governed_too() -> None:
+    desk = Desk("ad_1")
+    outputs = [o async for o in desk.client.encode({"prompt_token_ids": [1, 2]}, None, "embd-1", lora_request=desk.loras["ad_1"])]
+    assert len(outputs) == 1
+    assert desk.attempt.prompt_tokens == 2
+    with pytest.raises(HandleMismatch):
+        desk.client.encode({"prompt_token_ids": [1, 2]}, None, "embd-2", lora_request=desk.loras["ad_2"])
+
+
+def test_the_rest_of_the_engine_is_reached_but_not_its_ungoverned_ways_in() -> None:
+    client = GovernedClient(FakeEngine(), Governor(), {}, SECRET)
+    assert client.model_config == "the engine's own"
+    with pytest.raises(AttributeError):
+        _ = client.add_request
