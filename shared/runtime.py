@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -15,6 +16,8 @@ from shared import settings
 from shared.errors import TenantryError
 
 logger = structlog.get_logger()
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Stop:
@@ -37,7 +40,7 @@ class Stop:
         await self._event.wait()
 
 
-def run_service(name: str, kind: type[msgspec.Struct], main: Callable[[msgspec.Struct, Stop], Awaitable[None]]) -> None:
+def run_service(name: str, kind: type[T], main: Callable[[T, Stop], Awaitable[None]]) -> None:
     """Runs `main(settings, stop)` until it returns; exits 0 on a clean stop, 2 on bad settings, 1 on a start or run error.
 
     Settings come from TENANTRY_<NAME>_*; `--help` lists them.

@@ -1,13 +1,14 @@
 """JetStream streams: made once, published to with an acknowledgement, read by durable pull consumers."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.msg import Msg
-from nats.js import api
+from nats.js import JetStreamContext, api
 
 from shared.bus.connection import Bus, BusUnavailable
 
@@ -122,21 +123,32 @@ class Consumer:
 
     async def messages(self) -> AsyncIterator[Delivery]:
         subscription = None
-        while True:
-            try:
-                if subscription is None:
-                    await self._bus.js.add_consumer(self._stream, self._config)
-                    subscription = await self._bus.js.pull_subscribe_bind(durable=self._durable, stream=self._stream)
-                batch = await subscription.fetch(self._batch, timeout=1)
-            except (nats.errors.TimeoutError, TimeoutError):
-                continue
-            except (nats.errors.Error, nats.js.errors.Error) as error:
-                log.warning("stream.fetch_failed", stream=self._stream, error=str(error) or type(error).__name__)
-                subscription = None
-                await asyncio.sleep(0.2)
-                continue
-            for message in batch:
-                yield Delivery(message)
+        try:
+            while True:
+                try:
+                    if subscription is None:
+                        await self._bus.js.add_consumer(self._stream, self._config)
+                        subscription = await self._bus.js.pull_subscribe_bind(durable=self._durable, stream=self._stream)
+                    batch = await subscription.fetch(self._batch, timeout=1)
+                except (nats.errors.TimeoutError, TimeoutError):
+                    continue
+                except (nats.errors.Error, nats.js.errors.Error) as error:
+                    log.warning("stream.fetch_failed", stream=self._stream, error=str(error) or type(error).__name__)
+                    await _leave(subscription)
+                    subscription = None
+                    await asyncio.sleep(0.2)
+                    continue
+                for message in batch:
+                    yield Delivery(message)
+        finally:
+            await _leave(subscription)
+
+
+async def _leave(subscription: JetStreamContext.PullSubscription | None) -> None:
+    """What nobody fetches any more would hold up the connection's own drain."""
+    if subscription is not None:
+        with contextlib.suppress(nats.errors.Error):
+            await subscription.unsubscribe()
 
 
 async def read_last(bus: Bus, stream: str, subject: str, limit: int) -> list[bytes]:
