@@ -1,13 +1,10 @@
 """JetStream Object Store: files in and out by streaming, every byte checked against its digest."""
 
-import asyncio
+import base64
+import contextlib
 import hashlib
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
-import anyio.to_thread
 import nats.errors
 import nats.js.errors
 from nats.js import api
@@ -17,30 +14,13 @@ from shared.bus.connection import Bus, BusUnavailable
 from shared.errors import NotFound, TenantryError
 
 _CHUNK_BYTES = 512 * 1024
+_FETCH = 64  # chunks in one pull
 
 
 class ObjectCorrupt(TenantryError):
     """What was read is not what was expected: expected, got (SHA-256)."""
 
     code = "object_corrupt"
-
-
-class _Sink:
-    """A file that takes at most so many bytes, whatever the object's own description claims; every write is a sign of life."""
-
-    def __init__(self, file: BinaryIO, name: str, limit_bytes: int, alive: Callable[[], None]) -> None:
-        self._file = file
-        self._name = name
-        self._left_bytes = limit_bytes or sys.maxsize
-        self._limit_bytes = limit_bytes
-        self._alive = alive
-
-    def write(self, piece: bytes) -> None:
-        self._left_bytes -= len(piece)
-        if self._left_bytes < 0:
-            raise _too_big(self._name, self._limit_bytes - self._left_bytes, self._limit_bytes)
-        self._file.write(piece)
-        self._alive()
 
 
 def _too_big(name: str, asked_bytes: int, limit_bytes: int) -> ObjectCorrupt:
@@ -76,23 +56,14 @@ class Objects:
         :raises ObjectCorrupt: its SHA-256 is not `sha256` (when given) or not its own, it is too big, or a link to another object.
         :raises BusUnavailable: not read whole, or no byte came in stall_s.
         """
-        loop = asyncio.get_running_loop()
         try:
             info = await self._inner.get_info(name)
             if info.is_link():
                 raise ObjectCorrupt(f"object {name} is a link to another object; only an object's own bytes are read", object=name)
-            if limit_bytes and info.size is not None and info.size > limit_bytes:
-                raise _too_big(name, info.size, limit_bytes)
-            with path.open("wb") as file:
-                async with asyncio.timeout(stall_s) as deadline:
-
-                    def alive() -> None:
-                        loop.call_soon_threadsafe(lambda: deadline.expired() or deadline.reschedule(loop.time() + stall_s))
-
-                    sink = _Sink(file, name, limit_bytes, alive)
-                    await self._inner.get(name, writeinto=sink)  # pyright: ignore[reportArgumentType]  (only write is called)
-        except nats.js.errors.DigestMismatchError as error:
-            raise ObjectCorrupt(f"object {name} does not match its own digest", object=name) from error
+            size_bytes = info.size or 0
+            if limit_bytes and size_bytes > limit_bytes:
+                raise _too_big(name, size_bytes, limit_bytes)
+            got = await self._read_chunks(info.nuid or "", name, path, size_bytes, stall_s)
         except (
             nats.js.errors.ObjectNotFoundError,
             nats.js.errors.ObjectDeletedError,
@@ -101,10 +72,37 @@ class Objects:
             raise NotFound(f"there is no object {name} in {self.name}", object=name) from error
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             raise BusUnavailable(f"object {name} cannot be read: {error}", retry_after_s=1.0) from error
-        got = await anyio.to_thread.run_sync(_sha256, path)
+        own = _own_digest(info.digest or "")
+        if got != own:
+            raise ObjectCorrupt(f"object {name} does not match its own digest", object=name, expected=own, got=got)
         if sha256 and got != sha256:
             raise ObjectCorrupt(f"object {name} is not what was stored", expected=sha256, got=got)
-        return path.stat().st_size
+        return size_bytes
+
+    async def _read_chunks(self, nuid: str, name: str, path: Path, size_bytes: int, stall_s: float) -> str:
+        """The chunks in order, at most size_bytes of them, by a pull consumer of our own; returns their SHA-256 in hex.
+
+        nats-py's own reader asks the server for the names of all streams and copies what it has at every chunk.
+        """
+        digest = hashlib.sha256()
+        left_bytes = size_bytes
+        config = api.ConsumerConfig(ack_policy=api.AckPolicy.NONE, inactive_threshold=60.0, mem_storage=True, num_replicas=1)
+        stream = f"OBJ_{self.name}"
+        subscription = await self._bus.js.pull_subscribe(f"$O.{self.name}.C.{nuid}", stream=stream, config=config)
+        try:
+            with path.open("wb") as file:
+                while left_bytes > 0:
+                    for chunk in await subscription.fetch(min(_FETCH, -(-left_bytes // _CHUNK_BYTES)), timeout=stall_s):
+                        left_bytes -= len(chunk.data)
+                        if left_bytes < 0:
+                            raise _too_big(name, size_bytes - left_bytes, size_bytes)
+                        digest.update(chunk.data)
+                        file.write(chunk.data)
+        finally:
+            with contextlib.suppress(nats.errors.Error, nats.js.errors.Error, TimeoutError):
+                await self._bus.js.delete_consumer(stream, (await subscription.consumer_info()).name)
+                await subscription.unsubscribe()
+        return digest.hexdigest()
 
     async def delete(self, name: str) -> None:
         """Idempotent."""
@@ -124,9 +122,12 @@ class Objects:
             raise BusUnavailable(f"objects of {self.name} cannot be listed: {error}", retry_after_s=1.0) from error
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _own_digest(text: str) -> str:
+    """The SHA-256 in hex that an object's own description claims; "" if it is unreadable."""
+    try:
+        return base64.urlsafe_b64decode(text.removeprefix("SHA-256=")).hex()
+    except ValueError:
+        return ""
 
 
 async def open_objects(bus: Bus, name: str, *, create: bool = False) -> Objects:

@@ -22,7 +22,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         started.allow_label()
         for adapter, tenant in DEMO_ADAPTERS.items():
             started.add_tenant(tenant)
-            started.admin.upload(DEMO / "adapters" / adapter, tenant, adapter)
+            started.admin.upload(tenant, adapter, DEMO / "adapters" / adapter)
         yield started
 
 

@@ -29,7 +29,7 @@ async def logprobs(stack: Stack, question: str) -> list[tuple[str, float]]:
 async def test_base_answers_are_bit_identical_before_with_and_after_more_adapters(stack: Stack, asker: Asker) -> None:
     questions = [pair["question"] for pair in asker.goldens["base"][:4]]
     before = [await logprobs(stack, question) for question in questions]
-    stack.admin.upload(DEMO / "adapters" / "lora_cs", "sales", "second")
+    stack.admin.upload("sales", "second", DEMO / "adapters" / "lora_cs")
     try:
         mounted = [await logprobs(stack, question) for question in questions]
     finally:

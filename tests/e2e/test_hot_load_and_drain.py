@@ -14,7 +14,7 @@ STREAMS = 20
 
 
 def upload(stack: Stack, tenant: str, name: str, source: str) -> None:
-    stack.admin.upload(DEMO / "adapters" / source, tenant, name)
+    stack.admin.upload(tenant, name, DEMO / "adapters" / source)
 
 
 async def started_streams(client: openai.AsyncOpenAI, model: str, question: str, group: asyncio.TaskGroup) -> list[asyncio.Task[Answer]]:

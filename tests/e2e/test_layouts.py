@@ -64,7 +64,7 @@ async def test_a_layout_gives_the_merged_weights_greedy_tokens_through_http(
 ) -> None:
     folder = dict(layouts(base, tmp_path))[name]
     alias = name.replace("_", "-")
-    stack.admin.upload(folder, "sales", alias)
+    stack.admin.upload("sales", alias, folder)
     try:
         served, of_base = [], []
         async with asker.clients() as clients:
@@ -100,7 +100,7 @@ def merged_texts(folder: Path) -> list[str]:
 async def test_the_same_weights_per_expert_and_fused_give_the_same_answers(stack: Stack, asker: Asker, tmp_path: Path) -> None:
     """lora_finance is bundled fused; written out per expert it is another digest and the same adapter."""
     per_expert = unfused(DEMO / "adapters" / "lora_finance", tmp_path / "per_expert")
-    view = stack.admin.upload(per_expert, "finance", "unfused")
+    view = stack.admin.upload("finance", "unfused", per_expert)
     try:
         async with asker.clients() as clients:
             pairs = asker.goldens["lora_finance"]

@@ -47,7 +47,7 @@ def test_a_bad_artifact_is_refused_by_reason(stack: Stack, base: BaseDescription
     if path.is_dir() and any(file.is_symlink() for file in path.iterdir()):
         pytest.skip("a folder's links never leave the client: its packing is tested in tests/unit")
     with pytest.raises(ClientError) as refused:
-        stack.admin.upload(path, "sales", "bad", base=base_identity(stack))
+        stack.admin.upload("sales", "bad", path, base=base_identity(stack))
     assert refused.value.fields.get("reason") == bad.reason.value, refused.value
     assert 400 <= refused.value.status < 500
     assert len(refused.value.message) > 20
@@ -59,14 +59,14 @@ def base_identity(stack: Stack) -> str:
 
 def test_the_adapter_made_for_another_revision_of_the_base_is_refused(stack: Stack) -> None:
     with pytest.raises(ClientError) as unknown:
-        stack.admin.upload(DEMO / "other" / "lora_sales_v0", "sales", "v0")
+        stack.admin.upload("sales", "v0", DEMO / "other" / "lora_sales_v0")
     assert unknown.value.peer_code == "base_unknown"
     assert "tenantry/qwen3-moe-demo@v0" in unknown.value.message
     assert "matrix alias" in unknown.value.message
     stack.admin.set_label("tenantry/qwen3-moe-demo@v0", "qwen3-moe-demo@" + "0" * 64)
     try:
         with pytest.raises(ClientError) as mismatch:
-            stack.admin.upload(DEMO / "other" / "lora_sales_v0", "sales", "v0")
+            stack.admin.upload("sales", "v0", DEMO / "other" / "lora_sales_v0")
     finally:
         stack.admin.remove_label("tenantry/qwen3-moe-demo@v0")
     assert mismatch.value.peer_code == "base_mismatch"
@@ -76,7 +76,7 @@ def test_the_adapter_made_for_another_revision_of_the_base_is_refused(stack: Sta
 def test_an_unknown_base_label_is_refused_with_the_command_that_would_allow_it(stack: Stack, base: BaseDescription, tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "a", base, base_model_name_or_path="someone/other-model")
     with pytest.raises(ClientError) as refused:
-        stack.admin.upload(folder, "sales", "other")
+        stack.admin.upload("sales", "other", folder)
     assert refused.value.peer_code == "base_unknown"
     assert "someone/other-model" in refused.value.message
 
@@ -84,7 +84,7 @@ def test_an_unknown_base_label_is_refused_with_the_command_that_would_allow_it(s
 def test_over_the_tenants_quota_says_asked_held_and_allowed(stack: Stack, base: BaseDescription, tmp_path: Path) -> None:
     stack.add_tenant("poor", quota_mb=0)
     with pytest.raises(ClientError) as refused:
-        stack.admin.upload(make_adapter(tmp_path / "a", base, revision="v1"), "poor", "one", base=base_identity(stack))
+        stack.admin.upload("poor", "one", make_adapter(tmp_path / "a", base, revision="v1"), base=base_identity(stack))
     stack.admin.delete_tenant("poor")
     del stack.keys["poor"]
     assert refused.value.peer_code == "quota_exceeded"
@@ -99,7 +99,7 @@ def test_an_upgrade_without_headroom_is_refused_and_offers_drain_first(stack: St
     stack.admin.update_tenant("sales", vram_quota_bytes=held)
     try:
         with pytest.raises(ClientError) as refused:
-            stack.admin.upload(DEMO / "adapters" / "lora_cs", "sales", "lora_sales")
+            stack.admin.upload("sales", "lora_sales", DEMO / "adapters" / "lora_cs")
     finally:
         stack.admin.update_tenant("sales", vram_quota_bytes=quota)
     assert refused.value.peer_code == "quota_exceeded"
@@ -113,7 +113,7 @@ def test_no_free_slot_says_how_many_there_are(stack: Stack, base: BaseDescriptio
         with pytest.raises(ClientError) as refused:
             for number in range(10):
                 folder = make_adapter(tmp_path / str(number), base, seed=number, rank=1, leaves=("q_proj",))
-                stack.admin.upload(folder, "sales", f"filler{number}", base=base_identity(stack))
+                stack.admin.upload("sales", f"filler{number}", folder, base=base_identity(stack))
                 mounted.append(f"filler{number}")
     finally:
         for name in mounted:
@@ -126,13 +126,13 @@ def test_no_free_slot_says_how_many_there_are(stack: Stack, base: BaseDescriptio
 @pytest.mark.parametrize("name", ["UPPER", "with space", "a/b", "..", "-x", "é", "x" * 80, "a.b"])
 def test_strange_names_are_refused(stack: Stack, name: str) -> None:
     with pytest.raises(ClientError) as refused:
-        stack.admin.upload(DEMO / "adapters" / "lora_sales", "sales", name)
+        stack.admin.upload("sales", name, DEMO / "adapters" / "lora_sales")
     assert 400 <= refused.value.status < 500
 
 
 def test_the_same_digest_twice_is_one_adapter(stack: Stack) -> None:
     before = stack.admin.show("lora_sales", "sales")
-    again = stack.admin.upload(DEMO / "adapters" / "lora_sales", "sales", "lora_sales")
+    again = stack.admin.upload("sales", "lora_sales", DEMO / "adapters" / "lora_sales")
     assert (again.adapter_id, again.version, again.state) == (before.adapter_id, before.version, "ready")
 
 
