@@ -1,0 +1,74 @@
+"""The registry's process: `python -m services.registry`."""
+
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+import structlog
+from ulid import ULID
+
+from services.registry import acks
+from services.registry.adapters import AdapterService
+from services.registry.intake import IntakeService
+from services.registry.matrix import MatrixService
+from services.registry.mounting import Mounting
+from services.registry.onboarding import Onboarding
+from services.registry.reconciler import Reconciler
+from services.registry.service import RegistryService
+from services.registry.settings import RegistrySettings
+from services.registry.store import open_store
+from services.registry.tenants import TenantService
+from services.registry.workers import WorkerService
+from services.registry.workspace import emptied
+from shared.bus import Bus, connect_with_patience, settings_from
+from shared.runtime import Stop, run_service
+
+log = structlog.get_logger()
+
+
+async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
+    """Runs until `stop` is set."""
+    registry_id = settings.registry_id or f"registry-{ULID()}"
+    folder = Path(settings.work_dir or tempfile.gettempdir()) / f"tenantry-{registry_id}"
+    store = await open_store(bus)
+    mounting = Mounting(store)
+    matrix = MatrixService(store)
+    with emptied(folder) as work_dir:
+        intake = IntakeService(store, mounting, settings, work_dir)
+        reconciler = Reconciler(store, mounting, intake, settings, registry_id)
+        workers = WorkerService(store, mounting, matrix)
+        tenants = TenantService(store)
+        adapters = AdapterService(store, mounting, intake)
+        async with store.mirrored(), asyncio.TaskGroup() as group:
+            service = RegistryService(bus, group, settings.max_requests, tenants, matrix, adapters, workers)
+            running = [
+                group.create_task(work)
+                for work in (
+                    reconciler.beat(),
+                    reconciler.run(),
+                    acks.consume(store, mounting),
+                    Onboarding(store, mounting, intake).consume(),
+                )
+            ]
+            await service.start()
+            log.info("registry.ready", registry_id=registry_id)
+            await stop.wait()
+            log.info("registry.stopping", reason=stop.reason)
+            await service.stop(settings.grace_s)
+            for task in running:
+                task.cancel()
+
+
+async def main(settings: msgspec.Struct, stop: Stop) -> None:
+    assert isinstance(settings, RegistrySettings)
+    bus = await connect_with_patience(settings_from(os.environ, "registry"), settings.bus_patience_s)
+    try:
+        await serve(bus, settings, stop)
+    finally:
+        await bus.close()
+
+
+if __name__ == "__main__":
+    run_service("registry", RegistrySettings, main)

@@ -1,0 +1,76 @@
+"""Workers' acknowledgements: loaded, drained, failed. Each is carried into the pool's entry, or ignored because it is stale."""
+
+import asyncio
+
+import msgspec
+import structlog
+
+from services.registry.mounting import Mounting
+from services.registry.store import Store
+from shared.bus import BusUnavailable, Consumer, Delivery
+from shared.contracts import adapters
+from shared.contracts.adapters import Acknowledgement, AdapterDrained, AdapterFailed, AdapterLoaded, PoolEntry
+from shared.errors import NotFound, TenantryError
+from shared.policy.mounts import Change, acknowledge
+
+log = structlog.get_logger()
+
+_DURABLE = "registry"
+_RETRY_S = 1.0
+_MAX_DELIVERIES = 100
+
+
+async def consume(store: Store, mounting: Mounting) -> None:
+    """For ever. One at a time per registry: each is a compare-and-set of a few milliseconds."""
+    consumer = Consumer(store.bus, adapters.ACKS_STREAM, _DURABLE, adapters.ACKS_SUBJECTS, ack_wait_s=30.0, max_ack_pending=64)
+    async for delivery in consumer.messages():
+        try:
+            ack = adapters.decode_acknowledgement(delivery.data)
+        except msgspec.MsgspecError as error:
+            log.error("ack.malformed", subject=delivery.subject, error=str(error))
+            await delivery.reject()
+            continue
+        await _take(store, mounting, delivery, ack)
+
+
+async def _take(store: Store, mounting: Mounting, delivery: Delivery, ack: Acknowledgement) -> None:
+    try:
+        applied = await apply(mounting, ack)
+        if not applied and delivery.deliveries > 1:  # a registry may have died between the entry and the event
+            record = await store.record(ack.adapter_id)
+            if record is not None and record.history:
+                await mounting.announce(record)
+        await delivery.ack()
+    except NotFound as error:  # a pool that is no more
+        log.warning("ack.of_nothing", adapter=ack.adapter_id, message=error.message)
+        await delivery.reject()
+    except TenantryError as error:
+        log.warning("ack.not_taken", adapter=ack.adapter_id, code=error.code, message=error.message)
+        if isinstance(error, BusUnavailable):
+            await asyncio.sleep(_RETRY_S)
+        if delivery.deliveries < _MAX_DELIVERIES:
+            await delivery.retry(_RETRY_S)
+        else:  # the command is repeated while the mount stands still, and acknowledged anew
+            await delivery.reject()
+
+
+async def apply(mounting: Mounting, ack: Acknowledgement) -> bool:
+    """Whether it changed anything.
+
+    :raises TenantryError: it could not be carried out now.
+    """
+
+    async def decide(pool: PoolEntry, revision: int) -> Change | None:
+        return acknowledge(pool, ack, revision)
+
+    error = ack.error if isinstance(ack, AdapterFailed) else None
+    load_ms = ack.load_ms if isinstance(ack, AdapterLoaded) else 0.0
+    done = await mounting.change(ack.pool_id, decide, error=error, load_ms=load_ms)
+    facts = {"adapter": ack.adapter_id, "worker": ack.worker_id, "generation": ack.generation, "incarnation": ack.incarnation}
+    if done is None:
+        log.info("ack.ignored", kind=type(ack).__name__, **facts)
+        return False
+    if isinstance(ack, AdapterDrained):
+        facts |= {"completed": ack.completed, "aborted": ack.aborted, "slot_bytes_returned": ack.slot_bytes_returned}
+    log.info("ack.taken", kind=type(ack).__name__, **facts)
+    return True

@@ -1,0 +1,345 @@
+"""A version's way in: uploaded, validating, then rejected with a reason or reserved in the pool's entry and ordered to load.
+
+Every step is in the record before it counts, so that any registry can start a validation over from its stored upload: the
+steps are idempotent, and the reservation is one compare-and-set.
+"""
+
+import asyncio
+import base64
+import secrets
+import shutil
+from pathlib import Path
+
+import anyio.to_thread
+import msgspec
+import structlog
+
+from services.registry import artifacts
+from services.registry.mounting import Mounting, stepped
+from services.registry.settings import RegistrySettings
+from services.registry.store import Store
+from shared.artifacts.bundle import Bundle
+from shared.bus import BusUnavailable, Entry, ObjectCorrupt
+from shared.contracts import state
+from shared.contracts.adapters import STAGING_BUCKET, PoolEntry
+from shared.contracts.errors import to_info
+from shared.contracts.state import AdapterRecord, Intake, Tenant
+from shared.errors import BaseMismatch, BodyTooLarge, Conflict, TenantryError
+from shared.policy.admission import Ask, Reserved, decide, rank_class
+from shared.policy.compatibility import check, resolve_base, same_base
+from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState, LifecycleEvent, step
+from shared.policy.mounts import Change, Outcome
+
+log = structlog.get_logger()
+
+_COMING_IN = frozenset({AdapterState.UPLOADED, AdapterState.VALIDATING})
+_BEAT_S = 1.0
+_MAX_STARTS = 5  # an upload that cannot be read that often is refused
+
+
+class AnotherRegistry(TenantryError):
+    """The validation was taken over by another registry, which will end it."""
+
+    code = "conflict_of_registries"
+
+
+def new_adapter_id() -> str:
+    """Opaque and unguessable: 130 random bits."""
+    return "ad_" + base64.b32encode(secrets.token_bytes(17)).decode().lower()[:26]
+
+
+class IntakeService:
+    """Runs at most max_validations at once; more wait their turn."""
+
+    def __init__(self, store: Store, mounting: Mounting, settings: RegistrySettings, work_dir: Path) -> None:
+        self._store = store
+        self._mounting = mounting
+        self._settings = settings
+        self._work_dir = work_dir
+        self._turns = asyncio.Semaphore(settings.max_validations)
+        self.at_work: set[str] = set()  # adapter ids
+
+    async def register(self, tenant: Tenant, name: str, pool_id: str, intake: Intake, request: str) -> AdapterRecord:
+        """A record for an upload whose content nobody has looked at yet."""
+        record = AdapterRecord(
+            adapter_id=new_adapter_id(),
+            tenant_id=tenant.tenant_id,
+            tenant=tenant.name,
+            name=name,
+            version=0,
+            digest="",
+            pool_id=pool_id,
+            state=AdapterState.UPLOADED,
+            intake=intake,
+            request=request,
+        )
+        record = stepped(record, AdapterState.UPLOADED)
+        await self._store.catalog.create(state.ADAPTER_PREFIX + record.adapter_id, state.encode(record))
+        await self._mounting.announce(record)
+        return record
+
+    async def remount(self, record: AdapterRecord, intake: Intake, request: str) -> AdapterRecord:
+        """A version at rest on its way in again, from its own artifact or a new upload of the same bytes.
+
+        :raises Conflict: it is not at rest.
+        """
+
+        def start(now: AdapterRecord) -> AdapterRecord | None:
+            if now.state in HOLDS_RESERVATION or now.state in _COMING_IN:
+                return None
+            new = step(now.state, LifecycleEvent.REMOUNT_ORDERED)
+            # an identity that the uploader once declared for the stored artifact still holds
+            kept = intake if intake.bucket or intake.base else msgspec.structs.replace(intake, base=now.intake.base)
+            return stepped(msgspec.structs.replace(now, intake=kept, request=request, error=None), new, "mounted again")
+
+        changed = await self._store.change_record(record.adapter_id, start)
+        if changed is None:
+            raise Conflict(f"{record.name} version {record.version} is not at rest; try again", adapter=record.name, retry_after_s=1.0)
+        await self._mounting.announce(changed)
+        return changed
+
+    async def take_in(self, record: AdapterRecord) -> AdapterRecord:
+        """From uploaded or validating to reserved and ordered to load; or the earlier version that these bytes already are.
+
+        :raises TenantryError: refused (the record is then rejected and says why), or the bus is away (then it can be started over).
+        """
+        work = _Work(record)
+        self.at_work.add(record.adapter_id)
+        try:
+            async with asyncio.TaskGroup() as group:
+                beating = group.create_task(self._beat(work))
+                async with self._turns:
+                    outcome = await self._outcome(work)
+                beating.cancel()
+        finally:
+            self.at_work.discard(record.adapter_id)
+            shutil.rmtree(work.folder(self._work_dir), ignore_errors=True)
+        if isinstance(outcome, TenantryError):
+            raise outcome
+        return outcome
+
+    async def _outcome(self, work: "_Work") -> AdapterRecord | TenantryError:
+        try:
+            return await self._run(work)
+        except AnotherRegistry:
+            return await self._present(work)
+        except BusUnavailable as error:
+            return await self.reject(work.record, error) if work.record.intake.starts >= _MAX_STARTS else error
+        except ObjectCorrupt as error:
+            return await self.reject(work.record, BodyTooLarge(error.message, **error.fields) if "limit_bytes" in error.fields else error)
+        except TenantryError as error:
+            return await self.reject(work.record, error)
+
+    async def reject(self, record: AdapterRecord, error: TenantryError) -> TenantryError:
+        """The record's end, unless it has gone on meanwhile; returns the error to raise."""
+
+        def refuse(now: AdapterRecord) -> AdapterRecord | None:
+            if now.state not in _COMING_IN:
+                return None
+            new = step(now.state, LifecycleEvent.VALIDATION_REFUSED)
+            return stepped(msgspec.structs.replace(now, error=to_info(error)), new, error.message)
+
+        rejected = await self._store.change_record(record.adapter_id, refuse)
+        if rejected is not None:
+            await self._mounting.announce(rejected)
+            await self.discard_upload(rejected)
+        return error
+
+    async def discard_upload(self, record: AdapterRecord) -> None:
+        """What the staging bucket held for it; a tenant's own bucket is the tenant's."""
+        if record.intake.bucket == STAGING_BUCKET and record.intake.object:
+            await self._store.staging.delete(record.intake.object)
+
+    async def _run(self, work: "_Work") -> AdapterRecord:
+        intake = msgspec.structs.replace(work.record.intake, starts=work.record.intake.starts + 1)
+        record = await self._checkpoint(work, AdapterState.VALIDATING, intake=intake)
+        pool, revision = await self._store.the_pool(record.pool_id)
+        if record.adapter_id in pool.mounts:  # reserved by a registry that died before it said so in the record
+            mount = pool.mounts[record.adapter_id]
+            await self._mounting.record(record.pool_id, Outcome(mount=mount, state=mount.state), revision)
+            return await self._present(work)
+        if record.intake.bucket:
+            folder = work.folder(self._work_dir)
+            earlier = await self._examine(work, pool, folder)
+            if earlier is not None:
+                return earlier
+        else:
+            await self._check_again(record, pool)
+        await self._reserve(work)
+        await self.discard_upload(work.record)
+        return await self._present(work)
+
+    async def _examine(self, work: "_Work", pool: PoolEntry, folder: Path) -> AdapterRecord | None:
+        """Fetches, unpacks, validates and stores; gives the earlier version if these bytes are one under way or mounted."""
+        intake, limit_bytes = work.record.intake, self._settings.upload_limit_bytes
+        await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
+        folder.mkdir(parents=True)
+        upload = folder / "upload"
+        objects = await self._store.objects(intake.bucket)
+        await objects.get_file(intake.object, upload, limit_bytes=limit_bytes)
+        bundle = await anyio.to_thread.run_sync(artifacts.unpack, upload, folder, limit_bytes)
+        upload.unlink()
+        earlier = await self._claim(work, bundle)
+        if earlier is not None:
+            return earlier
+        matrix = await self._store.matrix()
+        claim = await anyio.to_thread.run_sync(artifacts.claimed_base, bundle, intake.base, matrix, pool.base)
+        base = await self._store.base(pool.base.rsplit("@", 1)[-1])
+        limits = artifacts.widest_limits(pool)
+        prepared = await anyio.to_thread.run_sync(artifacts.prepare, bundle, claim, base, limits, folder)
+        name = f"{work.record.tenant_id}.{work.record.adapter_id}"
+        await self._store.artifacts.put_file(name, prepared.archive)
+        await self._checkpoint(
+            work,
+            base=pool.base,
+            base_label=claim.label,
+            provenance=claim.provenance,
+            rank=prepared.rank,
+            rank_class=rank_class(prepared.rank, limits),
+            true_bytes=prepared.true_bytes,
+            modules=prepared.modules,
+            artifact=name,
+            artifact_sha256=prepared.archive_sha256,
+            artifact_bytes=prepared.archive_bytes,
+        )
+        return None
+
+    async def _claim(self, work: "_Work", bundle: Bundle) -> AdapterRecord | None:
+        """Makes these bytes this record's, or this work that of the version they already are (None: go on with work.record)."""
+        record = work.record
+        key = f"{state.UPLOAD_PREFIX}{record.tenant_id}.{record.name}.{bundle.digest.rsplit(':', 1)[-1]}"
+
+        async def mine(entry: Entry | None) -> bytes | None:
+            is_held = entry is not None and await self._store.record(entry.value.decode()) is not None
+            return None if is_held else record.adapter_id.encode()
+
+        await self._store.change(self._store.catalog, key, mine)
+        holder = await self._store.catalog.get(key)
+        earlier = await self._store.record(holder.value.decode()) if holder and holder.value.decode() != record.adapter_id else None
+        if earlier is None:
+            await self._checkpoint(work, digest=bundle.digest, size_bytes=bundle.size_bytes)
+            return None
+        if earlier.state is AdapterState.DRAINING:
+            raise Conflict(
+                f"{earlier.name} version {earlier.version} is these very bytes and is still draining; add it again when it has drained",
+                adapter=earlier.name,
+                version=earlier.version,
+                state=earlier.state.value,
+            )
+        if earlier.state in HOLDS_RESERVATION or earlier.state in _COMING_IN:
+            await self._forget(work)
+            return earlier
+        again = await self.remount(earlier, record.intake, record.request)
+        await self._forget(work, keep_upload=True)
+        work.record = again
+        return None
+
+    async def _forget(self, work: "_Work", keep_upload: bool = False) -> None:
+        """This record was only the way in to an earlier version."""
+        if not keep_upload:
+            await self.discard_upload(work.record)
+        await self._store.catalog.delete(state.ADAPTER_PREFIX + work.record.adapter_id)
+
+    async def _check_again(self, record: AdapterRecord, pool: PoolEntry) -> None:
+        """A stored artifact may have been made for another base, or the matrix may have changed since."""
+        matrix = await self._store.matrix()
+        claim = resolve_base(record.intake.base or None, record.base_label or None, None, matrix)
+        check(claim, record.digest, pool.base, matrix)
+        if not same_base(record.base, pool.base):
+            raise BaseMismatch(
+                f"the stored artifact was made for {record.base}, the pool serves {pool.base}; upload it again",
+                expected=pool.base,
+                got=record.base,
+                source="stored artifact",
+            )
+
+    async def _reserve(self, work: "_Work") -> None:
+        """The one step that takes room; asks the tenant's quota anew with every attempt.
+
+        :raises QuotaExceeded: :raises NoFreeSlot: :raises Conflict:
+        """
+        record = work.record
+
+        async def admit(pool: PoolEntry, revision: int) -> Change | TenantryError:
+            if record.adapter_id in pool.mounts:
+                return Change(pool=pool)
+            tenant = await self._store.tenant(record.tenant)
+            ask = Ask(
+                adapter_id=record.adapter_id,
+                name=record.name,
+                version=record.version,
+                digest=record.digest,
+                rank=record.rank,
+                true_bytes=record.true_bytes,
+                artifact=record.artifact,
+                artifact_sha256=record.artifact_sha256,
+                artifact_bytes=record.artifact_bytes,
+                drain_first=record.intake.drain_first,
+            )
+            decided = decide(pool, tenant, ask, revision)
+            return decided if isinstance(decided, TenantryError) else _follows(decided, pool)
+
+        await self._mounting.change(record.pool_id, admit)
+        if record.intake.make_default:
+            await self._store.change_tenant(record.tenant, lambda t: msgspec.structs.replace(t, default_adapter=record.name))
+
+    async def _checkpoint(self, work: "_Work", new: AdapterState | None = None, **changes: object) -> AdapterRecord:
+        """Writes progress into the record.
+
+        :raises AnotherRegistry: the record is no longer ours to write.
+        """
+
+        def write(now: AdapterRecord) -> AdapterRecord | None:
+            if now.state not in _COMING_IN:
+                return None
+            changed = msgspec.structs.replace(now, **changes)
+            return stepped(changed, new) if new is not None and new is not now.state else changed
+
+        changed = await self._store.change_record(work.record.adapter_id, write)
+        if changed is None:
+            raise AnotherRegistry("the record has gone on without us")
+        work.record = changed
+        if new is not None:
+            await self._mounting.announce(changed)
+        return changed
+
+    async def _present(self, work: "_Work") -> AdapterRecord:
+        found = await self._store.record(work.record.adapter_id)
+        return found if found is not None else work.record
+
+    async def _beat(self, work: "_Work") -> None:
+        def bump(now: AdapterRecord) -> AdapterRecord | None:
+            if now.state not in _COMING_IN:
+                return None
+            return msgspec.structs.replace(now, intake=msgspec.structs.replace(now.intake, beat=now.intake.beat + 1))
+
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            try:
+                await self._store.change_record(work.record.adapter_id, bump)
+            except TenantryError as error:
+                log.warning("intake.beat_failed", adapter=work.record.adapter_id, code=error.code)
+
+
+class _Work:
+    """The record being taken in; becomes the earlier version's record when the bytes turn out to be one at rest."""
+
+    def __init__(self, record: AdapterRecord) -> None:
+        self.record = record
+        self._folder = record.adapter_id
+
+    def folder(self, work_dir: Path) -> Path:
+        return work_dir / self._folder
+
+
+def _follows(reserved: Reserved, before: PoolEntry) -> Change:
+    """The commands and outcomes of a reservation."""
+    mount, old = reserved.mount, reserved.drained_first
+    orders = [mount] if mount.state is AdapterState.LOADING else []
+    through = (AdapterState.ADMITTED,) if mount.state is AdapterState.LOADING else ()
+    outcomes = [Outcome(mount=mount, state=mount.state, through=through)]
+    if old is not None:
+        orders.append(old)
+        if before.mounts[old.adapter_id].state is not AdapterState.DRAINING:
+            outcomes.append(Outcome(mount=old, state=old.state, note=f"makes room for version {mount.version}"))
+    return Change(pool=reserved.pool, orders=tuple(orders), outcomes=tuple(outcomes))

@@ -1,0 +1,143 @@
+"""Carries a decision out: the pool's entry by compare-and-set, then commands to workers, the adapters' records, and events.
+
+The entry comes first and is what counts. All that follows from it is repeated by whoever finds it missing (reconciler.py),
+so a registry may die between any two steps.
+"""
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+
+import msgspec
+import structlog
+
+from services.registry.store import Store
+from shared.bus import Entry, publish_durable
+from shared.contracts import adapters, state
+from shared.contracts.adapters import AdapterEvent, DrainAdapter, LoadAdapter, Mount, PoolEntry
+from shared.contracts.errors import ErrorInfo
+from shared.contracts.state import AdapterRecord, HistoryStep
+from shared.errors import NotFound, TenantryError
+from shared.policy.lifecycle import AdapterState
+from shared.policy.mounts import Change, Outcome
+
+log = structlog.get_logger()
+
+_HISTORY = 60
+
+Decide = Callable[[PoolEntry, int], Awaitable[Change | TenantryError | None]]
+
+
+def now() -> str:
+    """RFC 3339, UTC, with microseconds, so that steps sort."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+class Mounting:
+    """The one way in which this registry changes pools."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def change(self, pool_id: str, decide: Decide, error: ErrorInfo | None = None, load_ms: float = 0.0) -> tuple[Change, int] | None:
+        """Writes what `decide(entry, revision)` says and does what follows; None if it declines.
+
+        `error`: why an adapter failed, for its record and event.
+
+        :raises TenantryError: the refusal that `decide` returned; NotFound if there is no such pool.
+        """
+        result: Change | None = None
+
+        async def encode(entry: Entry | None) -> bytes | None:
+            nonlocal result
+            if entry is None:
+                raise NotFound(f"there is no pool {pool_id}", pool=pool_id)
+            decided = await decide(adapters.decode_pool(entry.value), entry.revision)
+            if isinstance(decided, TenantryError):
+                raise decided
+            result = decided
+            return adapters.encode(decided.pool) if decided is not None else None
+
+        revision = await self._store.change(self._store.live, state.POOL_PREFIX + pool_id, encode)
+        if result is None:
+            return None
+        await self.follow(pool_id, result, revision, error, load_ms)
+        return result, revision
+
+    async def follow(self, pool_id: str, change: Change, revision: int, error: ErrorInfo | None = None, load_ms: float = 0.0) -> None:
+        """Commands first: they are what a worker waits for."""
+        for mount in change.orders:
+            await self.command(pool_id, mount, revision)
+        for outcome in change.outcomes:
+            await self.record(pool_id, outcome, revision, error, load_ms)
+
+    async def command(self, pool_id: str, mount: Mount, generation: int, repeat: str = "") -> None:
+        """Tells the mount's worker. The server keeps one of several commands with the same message id (within two minutes)."""
+        drains = mount.state is AdapterState.DRAINING
+        kind = DrainAdapter if drains else LoadAdapter
+        subject = adapters.drain_subject(mount.worker_id) if drains else adapters.load_subject(mount.worker_id)
+        message_id = f"{mount.adapter_id}:{'drain' if drains else 'load'}:{generation}{repeat}"
+        command = kind(pool_id=pool_id, adapter_id=mount.adapter_id, generation=generation)
+        await publish_durable(self._store.bus, subject, adapters.encode(command), message_id)
+        log.info("adapter.drain_ordered" if drains else "adapter.load_ordered", adapter=mount.adapter_id, worker=mount.worker_id)
+
+    async def record(self, pool_id: str, outcome: Outcome, generation: int, error: ErrorInfo | None = None, load_ms: float = 0.0) -> None:
+        """The adapter's record follows the entry: the state of the newest generation counts, whoever writes it and when."""
+        mount = outcome.mount
+
+        def follow(record: AdapterRecord) -> AdapterRecord | None:
+            if record.generation >= generation:
+                return None
+            failed = outcome.state is AdapterState.FAILED
+            changed = msgspec.structs.replace(
+                record,
+                pool_id=pool_id,
+                version=mount.version,
+                worker_id=mount.worker_id,
+                rank_class=mount.rank_class,
+                slot_bytes=mount.slot_bytes,
+                generation=generation,
+                load_ms=load_ms or record.load_ms,
+                error=(error or ErrorInfo(code="load_failed", message=outcome.note or "it failed")) if failed else None,
+            )
+            for state_between in outcome.through:
+                changed = stepped(changed, state_between)
+            return stepped(changed, outcome.state, outcome.note or (error.message if failed and error else ""))
+
+        changed = await self._store.change_record(mount.adapter_id, follow)
+        if changed is not None:
+            for steps_ago in range(len(outcome.through), -1, -1):
+                await self.announce(changed, steps_ago=steps_ago)
+
+    async def announce(self, record: AdapterRecord, request: str = "", steps_ago: int = 0) -> None:
+        """The record's last step (or an earlier one) as an event; told twice it stays one."""
+        last = record.history[-1 - steps_ago]
+        event = AdapterEvent(
+            tenant=record.tenant,
+            name=record.name,
+            version=record.version,
+            adapter_id=record.adapter_id,
+            digest=record.digest,
+            state=last.state,
+            at=last.at,
+            error=record.error,
+            request=request or record.request,
+            detail=_detail(record),
+        )
+        message_id = f"{record.adapter_id}:{last.state}:{last.at}:{request}"
+        await publish_durable(self._store.bus, adapters.event_subject(record.tenant_id), adapters.encode(event), message_id)
+        log.info(f"adapter.{last.state}", adapter=record.adapter_id, tenant=record.tenant, name=record.name, version=record.version)
+
+
+def stepped(record: AdapterRecord, new: AdapterState, note: str = "") -> AdapterRecord:
+    """The record in its new state, with the step in its history."""
+    step = HistoryStep(state=new, at=now(), note=note)
+    return msgspec.structs.replace(record, state=new, history=(*record.history, step)[-_HISTORY:])
+
+
+def _detail(record: AdapterRecord) -> dict[str, int | float | str]:
+    detail: dict[str, int | float | str] = {"base": record.base} if record.base else {}
+    if record.slot_bytes:
+        detail |= {"slot_bytes": record.slot_bytes, "true_bytes": record.true_bytes, "rank_class": record.rank_class}
+    if record.state is AdapterState.READY:
+        detail["load_ms"] = record.load_ms
+    return detail

@@ -1,0 +1,134 @@
+"""Onboarding by event: a tenant publishes on its own subject that an archive lies in its own bucket; the outcome is an event.
+
+The tenant is the subject's, which the bus lets no other publish. The steps are those of an upload over HTTP (intake.py).
+"""
+
+import asyncio
+
+import msgspec
+import structlog
+
+from services.registry.intake import IntakeService
+from services.registry.mounting import Mounting, now
+from services.registry.store import Store
+from services.registry.tenants import checked_name
+from shared.bus import BusUnavailable, Consumer, Delivery, publish_durable
+from shared.contracts import adapters
+from shared.contracts.adapters import AdapterEvent, OnboardAdapter
+from shared.contracts.errors import to_info
+from shared.contracts.state import AdapterRecord, Intake
+from shared.errors import InvalidRequest, NotFound, NotPermitted, TenantryError
+from shared.policy.lifecycle import AdapterState
+
+log = structlog.get_logger()
+
+_DURABLE = "registry-onboarding"
+_AT_ONCE = 4
+_ACK_WAIT_S = 30.0
+_RETRY_S = 2.0
+_MAX_DELIVERIES = 8
+
+
+class Onboarding:
+    def __init__(self, store: Store, mounting: Mounting, intake: IntakeService) -> None:
+        self._store = store
+        self._mounting = mounting
+        self._intake = intake
+
+    async def consume(self) -> None:
+        """For ever; a few at once, the rest wait in the stream."""
+        subjects = adapters.ONBOARD_SUBJECTS
+        consumer = Consumer(
+            self._store.bus, adapters.ONBOARD_STREAM, _DURABLE, subjects, ack_wait_s=_ACK_WAIT_S, max_ack_pending=4 * _AT_ONCE
+        )
+        turns = asyncio.Semaphore(_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            async for delivery in consumer.messages():
+                await turns.acquire()
+                task = group.create_task(self._take(delivery))
+                task.add_done_callback(lambda _task: turns.release())
+
+    async def _take(self, delivery: Delivery) -> None:
+        async with asyncio.TaskGroup() as group:
+            working = group.create_task(_keep(delivery))
+            try:
+                await self._onboard(delivery)
+                await delivery.ack()
+            except TenantryError as error:  # the bus is away: the same message comes again
+                log.warning("onboarding.put_off", code=error.code, message=error.message)
+                await delivery.retry(_RETRY_S)
+            except Exception:
+                log.exception("onboarding.failed")
+                await delivery.retry(_RETRY_S)
+            working.cancel()
+
+    async def _onboard(self, delivery: Delivery) -> None:
+        """Ends with the outcome's event on its way: told here if refused, or by what follows the load.
+
+        :raises BusUnavailable: to be tried again.
+        """
+        tenant_id = delivery.subject.rsplit(".", 1)[-1]
+        try:
+            request = adapters.decode_onboard(delivery.data)
+        except msgspec.MsgspecError as error:
+            await self._refuse(tenant_id, None, InvalidRequest(f"not an onboarding request: {error}"), delivery)
+            return
+        record: AdapterRecord | None = None
+        try:
+            if delivery.deliveries > _MAX_DELIVERIES:
+                raise BusUnavailable(f"given up after {_MAX_DELIVERIES} attempts", attempts=_MAX_DELIVERIES)
+            record = await self._registered(tenant_id, request)
+            taken = await self._intake.take_in(record)
+        except BusUnavailable as error:
+            if delivery.deliveries <= _MAX_DELIVERIES:
+                raise
+            await self._refuse(tenant_id, request, error, delivery)
+        except TenantryError as error:
+            if record is None or await self._was_silent(record):
+                await self._refuse(tenant_id, request, error, delivery)
+        else:
+            if taken.request != request.request or taken.adapter_id != record.adapter_id:
+                await self._mounting.announce(taken, request.request)  # an earlier upload of the same bytes: this is what it is now
+
+    async def _registered(self, tenant_id: str, request: OnboardAdapter) -> AdapterRecord:
+        tenant = await self._store.tenant_of_id(tenant_id)
+        if tenant is None:
+            raise NotFound(f"there is no tenant {tenant_id}", tenant_id=tenant_id)
+        if request.tenant_id not in ("", tenant_id):
+            raise NotPermitted(
+                f"the message names tenant {request.tenant_id}, its subject is {tenant_id}'s", field="tenant_id", got=request.tenant_id
+            )
+        checked_name(request.name, "adapter")
+        if not request.object:
+            raise InvalidRequest("object is empty: name the archive in your upload bucket", field="object", got="")
+        pool, _ = await self._store.the_pool("")
+        intake = Intake(bucket=adapters.uploads_bucket(tenant_id), object=request.object, base=request.base)
+        return await self._intake.register(tenant, request.name, pool.pool_id, intake, request.request)
+
+    async def _was_silent(self, record: AdapterRecord) -> bool:
+        """Whether the refusal left no rejected record that was announced."""
+        found = await self._store.record(record.adapter_id)
+        return found is None or found.state is not AdapterState.REJECTED
+
+    async def _refuse(self, tenant_id: str, request: OnboardAdapter | None, error: TenantryError, delivery: Delivery) -> None:
+        event = AdapterEvent(
+            tenant="",
+            name=request.name[:80] if request else "",
+            version=0,
+            adapter_id="",
+            digest="",
+            state=AdapterState.REJECTED,
+            at=now(),
+            error=to_info(error),
+            request=request.request if request else "",
+        )
+        log.info("onboarding.refused", tenant_id=tenant_id, code=error.code, message=error.message)
+        await publish_durable(
+            self._store.bus, adapters.event_subject(tenant_id), adapters.encode(event), f"onboard:{delivery.sequence}:refused"
+        )
+
+
+async def _keep(delivery: Delivery) -> None:
+    while True:
+        await asyncio.sleep(_ACK_WAIT_S / 3)
+        await delivery.working()

@@ -1,0 +1,210 @@
+"""Finishes what a registry that died, or a message that was lost, left undone; and keeps the heartbeat by which routers know that
+registries live. Every registry runs it: each step is a compare-and-set or harmless when done twice.
+
+Time is only ever how long this registry itself has seen something stand still.
+"""
+
+import asyncio
+from collections.abc import Hashable
+
+import msgspec
+import structlog
+from ulid import ULID
+
+from services.registry.intake import IntakeService
+from services.registry.mounting import Mounting, stepped
+from services.registry.settings import RegistrySettings
+from services.registry.store import Store
+from shared.contracts import state
+from shared.contracts.adapters import STAGING_BUCKET, DrainOrder, Mount, PoolEntry
+from shared.contracts.errors import ErrorInfo
+from shared.contracts.state import AdapterRecord
+from shared.errors import TenantryError
+from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState
+from shared.policy.mounts import Change, Outcome, order_drain, order_waiting
+
+log = structlog.get_logger()
+
+_COMING_IN = frozenset({AdapterState.UPLOADED, AdapterState.VALIDATING})
+_HEARTBEAT_SILENCE = 12  # heartbeats not seen back in our own mirror after which it is built anew
+
+
+class Standstill:
+    """How long each thing has looked the same, by this process's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Hashable, float]] = {}
+
+    def for_s(self, key: str, looks: Hashable, now_s: float) -> float:
+        known = self._seen.get(key)
+        if known is None or known[0] != looks:
+            self._seen[key] = (looks, now_s)
+            return 0.0
+        return now_s - known[1]
+
+    def again(self, key: str, now_s: float) -> None:
+        """Counts from now."""
+        self._seen[key] = (self._seen[key][0], now_s)
+
+    def keep(self, keys: set[str]) -> None:
+        self._seen = {key: seen for key, seen in self._seen.items() if key in keys}
+
+
+class Reconciler:
+    def __init__(self, store: Store, mounting: Mounting, intake: IntakeService, settings: RegistrySettings, registry_id: str) -> None:
+        self._store = store
+        self._mounting = mounting
+        self._intake = intake
+        self._settings = settings
+        self._registry_id = registry_id
+        self._mounts = Standstill()
+        self._records = Standstill()
+        self._objects = Standstill()
+
+    async def beat(self) -> None:
+        """The heartbeat key, for ever."""
+        unseen, last = 0, 0
+        while True:
+            try:
+                value = msgspec.json.encode({"registry": self._registry_id, "beat": str(ULID())})
+                last = await self._store.live.put(state.HEARTBEAT_KEY, value)
+            except TenantryError as error:
+                log.warning("heartbeat.failed", code=error.code, message=error.message)
+            mirrored = self._store.live_mirror.entries.get(state.HEARTBEAT_KEY)
+            unseen = unseen + 1 if mirrored is None or mirrored.revision + _HEARTBEAT_SILENCE < last else 0
+            if unseen > _HEARTBEAT_SILENCE:
+                log.warning("mirror.silent", behind=last)
+                self._store.live_mirror.rebuild()
+                self._store.catalog_mirror.rebuild()
+                unseen = 0
+            await asyncio.sleep(self._settings.heartbeat_ms / 1000)
+
+    async def run(self) -> None:
+        """Every reconcile_s, for ever."""
+        loop = asyncio.get_running_loop()
+        housekeeping_at = loop.time() + self._settings.housekeeping_s
+        async with asyncio.TaskGroup() as group:
+            while True:
+                try:
+                    await self._round(loop.time(), group)
+                    if loop.time() >= housekeeping_at:
+                        await self.clean(loop.time())
+                        housekeeping_at = loop.time() + self._settings.housekeeping_s
+                except TenantryError as error:
+                    log.warning("reconciler.failed", code=error.code, message=error.message)
+                except Exception:
+                    log.exception("reconciler.failed")
+                await asyncio.sleep(self._settings.reconcile_s)
+
+    async def _round(self, now_s: float, group: asyncio.TaskGroup) -> None:
+        records = {record.adapter_id: record for record in self._store.records()}
+        pools = await self._store.pools()
+        for pool_id, (pool, revision) in pools.items():
+            for mount in pool.mounts.values():
+                await self._tend_mount(pool_id, pool, revision, mount, now_s)
+        for record in records.values():
+            if record.state in _COMING_IN:
+                self._resume_if_abandoned(record, now_s, group)
+            elif record.state in HOLDS_RESERVATION:
+                await self._settle_if_gone(record, now_s)
+        mounted = {mount_id for pool, _ in pools.values() for mount_id in pool.mounts}
+        self._mounts.keep(mounted)
+        self._records.keep({record.adapter_id for record in records.values()})
+
+    async def _tend_mount(self, pool_id: str, pool: PoolEntry, revision: int, mount: Mount, now_s: float) -> None:
+        record = await self._store.record(mount.adapter_id)
+        if record is None:
+            await self._release(pool_id, mount)
+            return
+        if record.state is not mount.state and record.generation < revision:
+            outcome = Outcome(mount=mount, state=mount.state)
+            if self._records.for_s(f"{mount.adapter_id}", ("behind", mount.state, mount.ordered_after), now_s) > self._settings.reconcile_s:
+                await self._mounting.record(pool_id, outcome, revision)
+        if mount.state is AdapterState.READY:
+            return
+        stood_s = self._mounts.for_s(mount.adapter_id, (mount.state, mount.ordered_after), now_s)
+        if stood_s < self._settings.reissue_s:
+            return
+        self._mounts.again(mount.adapter_id, now_s)
+        if mount.state is AdapterState.ADMITTED:
+            await self._mounting.change(pool_id, _order_waiting)
+            return
+        log.info("command.repeated", adapter=mount.adapter_id, state=mount.state, stood_s=round(stood_s, 1))
+        await self._mounting.command(pool_id, mount, revision, repeat=f":{ULID()}")
+
+    async def _release(self, pool_id: str, mount: Mount) -> None:
+        """A reservation without a record: its worker is told to let go, and its acknowledgement releases it."""
+        if mount.state is AdapterState.DRAINING:
+            stood_s = self._mounts.for_s(mount.adapter_id, (mount.state, mount.ordered_after), asyncio.get_running_loop().time())
+            if stood_s < self._settings.reissue_s:
+                return
+            self._mounts.again(mount.adapter_id, asyncio.get_running_loop().time())
+
+        async def drain(pool: PoolEntry, revision: int) -> Change:
+            return order_drain(pool, [mount.adapter_id], DrainOrder(), revision)
+
+        log.warning("mount.without_record", adapter=mount.adapter_id, worker=mount.worker_id)
+        await self._mounting.change(pool_id, drain)
+
+    def _resume_if_abandoned(self, record: AdapterRecord, now_s: float, group: asyncio.TaskGroup) -> None:
+        stood_s = self._records.for_s(record.adapter_id, (record.state, record.intake, len(record.history)), now_s)
+        if stood_s >= self._settings.abandoned_s and record.adapter_id not in self._intake.at_work:
+            self._records.again(record.adapter_id, now_s)
+            self._intake.at_work.add(record.adapter_id)
+            group.create_task(self._resume(record))
+
+    async def _resume(self, record: AdapterRecord) -> None:
+        log.info("intake.resumed", adapter=record.adapter_id, state=record.state, starts=record.intake.starts)
+        try:
+            taken = await self._intake.take_in(record)
+        except TenantryError as error:
+            log.info("intake.ended", adapter=record.adapter_id, code=error.code, message=error.message)
+        except Exception:
+            log.exception("intake.failed", adapter=record.adapter_id)
+        else:
+            if taken.adapter_id != record.adapter_id:
+                await self._mounting.announce(taken, record.request)
+        finally:
+            self._intake.at_work.discard(record.adapter_id)
+
+    async def _settle_if_gone(self, record: AdapterRecord, now_s: float) -> None:
+        """A record that holds a reservation which no pool has: whoever released it died before saying so here."""
+        found = await self._store.pool(record.pool_id)
+        if found is not None and record.adapter_id in found[0].mounts:
+            return
+        looks = ("gone", record.state, record.generation)
+        if self._records.for_s(record.adapter_id, looks, now_s) < self._settings.abandoned_s:
+            return
+        generation = found[1] if found else record.generation + 1
+        drained = record.state is AdapterState.DRAINING
+        error = None if drained else ErrorInfo(code="load_failed", message="its reservation was released while a registry was away")
+        new = AdapterState.UNLOADED if drained else AdapterState.FAILED
+
+        def settle(now: AdapterRecord) -> AdapterRecord | None:
+            if (now.state, now.generation) != (record.state, record.generation):
+                return None
+            return msgspec.structs.replace(stepped(now, new), error=error, generation=max(generation, now.generation))
+
+        settled = await self._store.change_record(record.adapter_id, settle)
+        if settled is not None:
+            log.warning("record.settled", adapter=record.adapter_id, state=new)
+            await self._mounting.announce(settled)
+
+    async def clean(self, now_s: float) -> None:
+        """Artifacts whose record is gone, and staged objects that nobody has asked for in a long time."""
+        for name in await self._store.artifacts.names():
+            if await self._store.record(name.rsplit(".", 1)[-1]) is None:
+                log.info("artifact.deleted", artifact=name)
+                await self._store.artifacts.delete(name)
+        coming_in = [record for record in self._store.records() if record.state in _COMING_IN]
+        wanted = {record.intake.object for record in coming_in if record.intake.bucket == STAGING_BUCKET}
+        staged = await self._store.staging.names()
+        for name in staged:
+            if name not in wanted and self._objects.for_s(name, True, now_s) >= self._settings.staged_max_s:
+                log.info("staged_object.deleted", object=name)
+                await self._store.staging.delete(name)
+        self._objects.keep(set(staged))
+
+
+async def _order_waiting(pool: PoolEntry, revision: int) -> Change:
+    return order_waiting(pool, revision)

@@ -1,0 +1,19 @@
+"""The registry's settings, from TENANTRY_REGISTRY_*."""
+
+import msgspec
+
+
+class RegistrySettings(msgspec.Struct, frozen=True, kw_only=True):
+    registry_id: str = ""  # empty: made at start
+    work_dir: str = ""  # in a folder of its own in here uploads are unpacked; empty: the system's temporary folder
+    heartbeat_ms: int = 250
+    reconcile_s: float = 1.0
+    housekeeping_s: float = 30.0  # between searches for artifacts and staged objects that nobody needs
+    reissue_s: float = 5.0  # a mount that stands this long in one state has its command sent again
+    abandoned_s: float = 6.0  # a validation that stands this long still has lost its registry
+    staged_max_s: float = 3600.0
+    upload_limit_bytes: int = 16 << 30
+    max_requests: int = 256  # management requests under way at once; more are told to come again
+    max_validations: int = 2
+    bus_patience_s: float = 30.0
+    grace_s: float = 5.0  # for requests under way when told to stop
