@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import io
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -395,6 +395,3 @@ async def worker_here(
             stop.set("test")
     finally:
         await bus.close()
-
-
-Peers = Callable[..., Awaitable[Any]]

@@ -136,6 +136,9 @@ class ScriptedEngine:
     async def list_adapters(self) -> frozenset[str]:
         return frozenset(self._adapters)
 
+    def holds(self, adapter_id: str) -> bool:
+        return adapter_id in self._adapters
+
     def lose(self, adapter_id: str) -> None:
         """A fault: the adapter is gone from the engine without anybody having asked."""
         del self._adapters[adapter_id]
