@@ -152,14 +152,18 @@ class FakeRouter:
                 assert answer.frames[frame.seq] == frame, "a seq came twice with other content"
                 answer.doubles += 1
             answer.frames[frame.seq] = frame
+        missing: dict[tuple[str, int], int] = {}
         for frame in batch.frames:
             key = (frame.request_id, frame.attempt)
-            answer = self.answers[key]
             seq = -1
-            while seq + 1 in answer.frames:
+            while seq + 1 in self.answers[key].frames:
                 seq += 1
             positions[key] = seq
+            if frame.seq > seq:
+                missing[key] = seq
         if self.acknowledges:
+            for key, seq in missing.items():
+                await self.resend(key, seq, batch.worker_id)
             await self.acknowledge(tuple((*key, seq) for key, seq in positions.items()), batch.worker_id)
 
     async def _on_ping(self, message: Message) -> None:
