@@ -1,0 +1,93 @@
+"""The admin plane's door and frame: its credential, its errors, its OpenAPI document."""
+
+import hashlib
+import hmac
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from services.router.admin import adapters, cluster, tenants
+from services.router.admin.registry_client import RegistryClient
+from services.router.asgi import AsgiApp, Receive, Scope, Send, answer_whole
+from services.router.fleet import Fleet
+from services.router.openai import body_of, retry_after_of, status_of
+from services.router.routes import RouteTable
+from services.router.settings import RouterSettings
+from shared.bus import Bus
+from shared.errors import InvalidKey, InvalidRequest, MissingKey, NotFound, NotPermitted, TenantryError
+
+PREFIX = "/admin/v1"
+_OPEN = frozenset({f"{PREFIX}/openapi.json", f"{PREFIX}/docs"})  # the same for everybody, and nothing of this cluster
+
+
+class Gate:
+    """Lets through only who holds the admin credential; without one configured, nobody."""
+
+    def __init__(self, inner: AsgiApp, key_sha256: str) -> None:
+        self._inner = inner
+        self._key_sha256 = key_sha256.strip().lower()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._inner(scope, receive, send)
+            return
+        headers = [(b"www-authenticate", b"Bearer")] if status_of(refusal) == 401 else []
+        await answer_whole(send, status_of(refusal), body_of(refusal, scope["path"], ""), headers)
+
+    def _refusal(self, scope: Scope) -> TenantryError | None:
+        if not self._key_sha256:
+            return NotPermitted("the admin plane is closed: this router was started without TENANTRY_ROUTER_ADMIN_KEY_SHA256")
+        if scope["path"] in _OPEN:
+            return None
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"").decode("latin-1")
+        scheme, _, secret = given.partition(" ")
+        if scheme.lower() != "bearer" or not secret.strip():
+            return MissingKey("no admin key: send `Authorization: Bearer <admin key>`")
+        if not hmac.compare_digest(hashlib.sha256(secret.strip().encode()).hexdigest(), self._key_sha256):
+            return InvalidKey("the admin key is not valid")
+        return None
+
+
+def make_admin_plane(bus: Bus, table: RouteTable, fleet: Fleet, settings: RouterSettings) -> AsgiApp:
+    app = FastAPI(
+        title="Tenantry admin plane",
+        version="1",
+        openapi_url=f"{PREFIX}/openapi.json",
+        docs_url=f"{PREFIX}/docs",
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    registry = RegistryClient(bus)
+    app.include_router(tenants.make_routes(registry), prefix=PREFIX)
+    app.include_router(adapters.make_routes(registry, bus, settings.upload_limit_bytes), prefix=PREFIX)
+    app.include_router(cluster.make_routes(registry, table, fleet, bus), prefix=PREFIX)
+    app.add_exception_handler(TenantryError, _told)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _unrouted)
+    return Gate(app, settings.admin_key_sha256)
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TenantryError)
+    retry_after = retry_after_of(error)
+    headers = {"retry-after": retry_after} if retry_after else {}
+    return Response(body_of(error, request.url.path, ""), status_of(error), headers, "application/json")
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()[0]
+    where = ".".join(str(part) for part in found["loc"])
+    return await _told(request, InvalidRequest(f"{where}: {found['msg']}", param=where))
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """What FastAPI itself refuses: no such path, wrong method, a body that is no JSON."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return await _told(request, NotFound(f"there is no {request.url.path[:128]} here"))
+    refused = InvalidRequest(f"{request.method} {request.url.path[:128]}: {error.detail}")
+    return Response(body_of(refused, "", ""), error.status_code, error.headers, "application/json")

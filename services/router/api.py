@@ -1,0 +1,263 @@
+"""The data plane: one bare ASGI callable from a client's bytes to the worker's bytes.
+
+Reads of the body only `model` and `stream`; resolves once; passes answers through untouched. A status line goes out with
+the first body piece, so that everything before it can still be a real status.
+"""
+
+import asyncio
+
+import msgspec
+import structlog
+from ulid import ULID
+
+from services.router.asgi import Headers, Receive, Scope, Send, answer_whole
+from services.router.deliver import deliver
+from services.router.dispatch import Dispatcher
+from services.router.exchange import Exchange
+from services.router.freshness import Freshness
+from services.router.metrics import Metrics
+from services.router.models import list_models, show_model
+from services.router.openai import MethodNotAllowed, body_of, retry_after_of, status_of
+from services.router.resolve import authenticate, resolve, secret_of
+from services.router.routes import RouteTable
+from services.router.server import ON_GONE
+from services.router.settings import RouterSettings
+from services.router.usage import Usage
+from shared.bus import BusUnavailable
+from shared.contracts.usage import RequestOutcome
+from shared.errors import (
+    BodyTooLarge,
+    Cancelled,
+    EndpointNotSupported,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    TenantryError,
+)
+
+log = structlog.get_logger()
+
+GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/tokenize"})
+_MODELS_PATH = "/v1/models"
+
+
+class Peek(msgspec.Struct, gc=False):
+    """All that the router reads of a body."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+
+class RequestHead(msgspec.Struct, gc=False):
+    """`declared_bytes` of the body; -1: not declared."""
+
+    authorization: str
+    x_api_key: str
+    declared_bytes: int
+
+
+_peek = msgspec.json.Decoder(Peek).decode
+
+
+class DataPlane:
+    """`draining` refuses new requests while the router stops; `active` counts those inside."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        table: RouteTable,
+        freshness: Freshness,
+        usage: Usage,
+        metrics: Metrics,
+        settings: RouterSettings,
+    ) -> None:
+        self.active = 0
+        self._dispatcher = dispatcher
+        self._table = table
+        self._freshness = freshness
+        self._usage = usage
+        self._metrics = metrics
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        exchange = Exchange(str(ULID()), scope["path"], loop.time())
+        scope[ON_GONE] = exchange.client_gone
+        self.active += 1
+        try:
+            await self._answer(exchange, scope, receive, send)
+        except TenantryError as error:
+            await self._refuse(exchange, send, error)
+        except Exception as error:
+            log.exception("request.broke", request_id=exchange.request_id, error=type(error).__name__)
+            if not exchange.first_byte_s:
+                await self._refuse(exchange, send, InternalError("the router broke; the request id is in its log"))
+            else:
+                exchange.outcome = "error:internal_error"  # the response stays incomplete, and shows it
+        finally:
+            self.active -= 1
+            self._finish(exchange, loop.time())
+
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        head = self._read_head(exchange, scope)
+        path: str = exchange.path
+        method: str = scope["method"]
+        generating = path in GENERATING_PATHS
+        if not generating and path != _MODELS_PATH and not path.startswith(_MODELS_PATH + "/"):
+            raise NotFound(f"there is no {path[:128]} here")
+        allow = "POST" if generating else "GET"
+        if method != allow:
+            raise MethodNotAllowed(f"{path[:128]} takes {allow}", allow=allow)
+        if self.active > self._settings.max_concurrent:
+            raise Overloaded(
+                "the router has as many requests as it takes at once",
+                held=self.active - 1,
+                allowed=self._settings.max_concurrent,
+                retry_after_s=1.0,
+            )
+        if not self._dispatcher.bus.connected:
+            raise BusUnavailable("the bus cannot be reached now", retry_after_s=1.0)
+        if not self._freshness.current(exchange.started_s):
+            await self._freshness.settle(exchange.started_s)
+        exchange.secret = secret_of(head.authorization, head.x_api_key)
+        authenticate(self._table, exchange.secret)
+        if not generating:
+            await self._models(exchange, send)
+            return
+        exchange.body = await self._read_body(receive, head.declared_bytes)
+        try:
+            peeked = _peek(exchange.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"the body is not a JSON object of this endpoint: {error}") from error
+        exchange.model = peeked.model or ""
+        exchange.stream = bool(peeked.stream)
+        route = resolve(self._table, exchange.secret, exchange.mark, exchange.model)
+        exchange.route = route
+        if not any(not worker.limits.endpoints or path in worker.limits.endpoints for worker in route.workers):
+            raise EndpointNotSupported(f"the engine of this pool does not serve {path}", path=path)
+        await self._dispatcher.serve(exchange, lambda answer: deliver(exchange, answer, send))
+
+    def _read_head(self, exchange: Exchange, scope: Scope) -> RequestHead:
+        authorization = x_api_key = b""
+        declared_bytes = -1
+        mark_header = self._table.routing.header.lower().encode()
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                authorization = value
+            elif name == b"x-api-key":
+                x_api_key = value
+            elif name == b"content-length":
+                declared_bytes = int(value)
+            elif name == b"x-request-id":
+                exchange.client_label = _label(value)
+            if name == mark_header:
+                exchange.mark = value.decode("latin-1")
+        exchange.query = scope["query_string"].decode("latin-1")
+        return RequestHead(authorization.decode("latin-1"), x_api_key.decode("latin-1"), declared_bytes)
+
+    async def _read_body(self, receive: Receive, declared_bytes: int) -> bytes:
+        """:raises BodyTooLarge: declared or actual. :raises Cancelled: the client went away in the middle of it."""
+        limit_bytes = self._settings.body_limit_bytes
+        if declared_bytes > limit_bytes:
+            raise _too_large(declared_bytes, limit_bytes)
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            raise Cancelled("the client went away")
+        body: bytes = event["body"]
+        if not event["more_body"]:
+            if len(body) > limit_bytes:
+                raise _too_large(len(body), limit_bytes)
+            return body
+        pieces = [body]
+        read_bytes = len(body)
+        while event["more_body"]:
+            event = await receive()
+            if event["type"] == "http.disconnect":
+                raise Cancelled("the client went away")
+            pieces.append(event["body"])
+            read_bytes += len(event["body"])
+            if read_bytes > limit_bytes:
+                raise _too_large(read_bytes, limit_bytes)
+        return b"".join(pieces)
+
+    async def _models(self, exchange: Exchange, send: Send) -> None:
+        name = exchange.path[len(_MODELS_PATH) + 1 :]
+        if name:
+            body = show_model(self._table, exchange.secret, exchange.mark, name)
+        else:
+            body = list_models(self._table, exchange.secret, exchange.mark)
+        exchange.status = 200
+        exchange.outcome = "complete"
+        await answer_whole(send, 200, body, [(b"x-request-id", exchange.request_id.encode())])
+
+    async def _refuse(self, exchange: Exchange, send: Send, error: TenantryError) -> None:
+        """The error as a status and a body; only called while nothing has been sent."""
+        if exchange.gone or isinstance(error, Cancelled):
+            exchange.status = 499
+            exchange.outcome = "client_gone"
+            if exchange.gone:
+                return
+        else:
+            exchange.status = status_of(error)
+            exchange.outcome = f"error:{error.code}"
+        headers: Headers = [(b"x-request-id", exchange.request_id.encode())]
+        if exchange.client_label:
+            headers.append((b"x-client-request-id", exchange.client_label.encode()))
+        retry_after = retry_after_of(error)
+        if retry_after:
+            headers.append((b"retry-after", retry_after.encode()))
+        if isinstance(error, MethodNotAllowed):
+            headers.append((b"allow", error.fields["allow"].encode()))
+        await answer_whole(send, exchange.status, body_of(error, exchange.path, exchange.request_id), headers)
+
+    def _finish(self, exchange: Exchange, now_s: float) -> None:
+        handle = exchange.handle
+        tenant = handle.tenant if handle else ""
+        model = handle.public_model if handle else ""
+        path = exchange.path if exchange.path in GENERATING_PATHS or exchange.path == _MODELS_PATH else "other"
+        duration_s = now_s - exchange.started_s
+        first_byte_s = exchange.first_byte_s - exchange.started_s if exchange.first_byte_s else 0.0
+        self._metrics.request_done(tenant, model, path, exchange.status, duration_s, first_byte_s, exchange.delivered_bytes)
+        if handle is not None:
+            self._usage.add(
+                RequestOutcome(
+                    request_id=exchange.request_id,
+                    attempts=exchange.attempts,
+                    tenant_id=handle.tenant_id,
+                    adapter_id=handle.adapter_id,
+                    digest=handle.digest,
+                    pool_id=handle.pool_id,
+                    router_id=self._dispatcher.router_id,
+                    path=exchange.path,
+                    status=exchange.status,
+                    outcome=exchange.outcome,
+                    delivered_bytes=exchange.delivered_bytes,
+                    delivered_events=exchange.delivered_events,
+                    client_label=exchange.client_label,
+                )
+            )
+        log.info(
+            "request.done",
+            request_id=exchange.request_id,
+            tenant=tenant,
+            adapter=model,
+            path=path,
+            status=exchange.status,
+            outcome=exchange.outcome,
+            worker=exchange.worker_id,
+            attempts=exchange.attempts,
+            ms=round(duration_s * 1000.0, 2),
+            first_byte_ms=round(first_byte_s * 1000.0, 2),
+            sent_bytes=exchange.delivered_bytes,
+        )
+
+
+def _label(value: bytes) -> str:
+    """A client's own request id, if it is fit for a header and a log."""
+    text = value[:128].decode("latin-1")
+    return text if text.isascii() and text.isprintable() else ""
+
+
+def _too_large(asked_bytes: int, limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {limit_bytes} bytes", asked_bytes=asked_bytes, limit_bytes=limit_bytes)

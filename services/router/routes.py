@@ -1,0 +1,111 @@
+"""The route table: what stands in the STATE bucket, as plain dicts that a mirror's changes keep current.
+
+Holds and indexes only; who may use what is decided in resolve.py.
+"""
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+import structlog
+
+from shared.bus import Entry
+from shared.contracts.adapters import Mount, PoolEntry, decode_pool
+from shared.contracts.inference import Handle
+from shared.contracts.state import (
+    HEARTBEAT_KEY,
+    KEY_PREFIX,
+    POOL_PREFIX,
+    ROUTING_KEY,
+    TENANT_PREFIX,
+    ApiKey,
+    Routing,
+    Tenant,
+    decode_key,
+    decode_routing,
+    decode_tenant,
+)
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+class PoolRoutes:
+    """One pool's entry, indexed by tenant. Made anew from each change of the entry."""
+
+    def __init__(self, entry: PoolEntry) -> None:
+        self.entry = entry
+        self.base_label = entry.base.rsplit("@", 1)[0]
+        self.mounts: dict[str, dict[str, list[Mount]]] = {}  # tenant -> name -> versions mounted
+        self.handles: dict[str, Handle] = {}  # by adapter_id
+        for mount in entry.mounts.values():
+            self.mounts.setdefault(mount.tenant, {}).setdefault(mount.name, []).append(mount)
+            self.handles[mount.adapter_id] = Handle(
+                tenant_id=mount.tenant_id,
+                tenant=mount.tenant,
+                pool_id=entry.pool_id,
+                base=entry.base,
+                adapter_id=mount.adapter_id,
+                alias=mount.name,
+                version=mount.version,
+                digest=mount.digest,
+            )
+
+
+class RouteTable:
+    """`apply` takes a mirror's changes. `version` grows with every change that can alter a resolution."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, ApiKey] = {}  # by SHA-256 of the secret
+        self.tenants: dict[str, Tenant] = {}
+        self.pools: dict[str, PoolRoutes] = {}
+        self.routing = Routing()
+        self.version = 0
+        self._changed = asyncio.Event()
+
+    def apply(self, key: str, entry: Entry | None) -> None:
+        """One change. An entry that cannot be read is taken out: never serve from what may be wrong."""
+        if key == HEARTBEAT_KEY:
+            return
+        try:
+            self._store(key, entry)
+        except msgspec.MsgspecError as error:
+            log.error("routes.entry_unreadable", key=_shown(key), error=str(error))
+            self._store(key, None)
+        self.version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _store(self, key: str, entry: Entry | None) -> None:
+        if key.startswith(KEY_PREFIX):
+            _set(self.keys, key[len(KEY_PREFIX) :], None if entry is None else decode_key(entry.value))
+        elif key.startswith(TENANT_PREFIX):
+            _set(self.tenants, key[len(TENANT_PREFIX) :], None if entry is None else decode_tenant(entry.value))
+        elif key.startswith(POOL_PREFIX):
+            _set(self.pools, key[len(POOL_PREFIX) :], None if entry is None else PoolRoutes(decode_pool(entry.value)))
+        elif key == ROUTING_KEY:
+            self.routing = Routing() if entry is None else decode_routing(entry.value)
+
+    async def wait_changed(self, since_version: int, timeout_s: float) -> bool:
+        """Whether the table moved past `since_version` within timeout_s."""
+        if self.version != since_version:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return self.version != since_version
+        return True
+
+
+def _set(table: dict[str, T], key: str, value: T | None) -> None:
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value
+
+
+def _shown(key: str) -> str:
+    """A secret's hash is not for logs."""
+    return key[: len(KEY_PREFIX) + 8] if key.startswith(KEY_PREFIX) else key
