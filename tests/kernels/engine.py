@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-START_DEADLINE_S = 120
+START_DEADLINE_S = 240
 CALL_DEADLINE_S = 60
-MAX_LORAS = 4
+MAX_LORAS = 6
 MAX_LORA_RANK = 16
 
 
@@ -119,7 +119,7 @@ class _Child:
             max_lora_rank=MAX_LORA_RANK,
             block_size=32,
             max_model_len=128,
-            max_num_seqs=16,
+            max_num_seqs=32,
             enable_prefix_caching=False,
             worker_extension_cls="lora_kernels.vllm_plugin.inspect.WorkerInspection",
         )
@@ -155,8 +155,8 @@ class _Child:
 
         request = LoRARequest(name, self.next_id, str(path))
         self.next_id += 1
-        self.llm.llm_engine.add_lora(request)
         self.requests[name] = request
+        self.llm.llm_engine.add_lora(request)
 
     def remove(self, name: str) -> None:
         self.llm.llm_engine.remove_lora(self.requests.pop(name).lora_int_id)

@@ -72,7 +72,7 @@ def test_vllm_itself_calls_the_plugin_once_and_off_changes_nothing(setting: str,
         env={**os.environ, registration.SETTING: setting},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

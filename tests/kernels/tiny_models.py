@@ -94,6 +94,11 @@ def head() -> Shapes:
     return {"lm_head": (HIDDEN, VOCAB)}
 
 
+def embedding() -> Shapes:
+    """Shape of the token embedding, a linear layer over one-hot tokens."""
+    return {"model.embed_tokens": (VOCAB, HIDDEN)}
+
+
 def make_adapter(folder: Path, shapes: Shapes, *, seed: int, zero: tuple[str, ...] = (), rank: int = RANK, scale: float = 1.0) -> Path:
     """Writes a PEFT adapter with a large random effect; modules whose last name is in `zero` get a zero B."""
     generator = torch.Generator().manual_seed(seed)
@@ -101,8 +106,9 @@ def make_adapter(folder: Path, shapes: Shapes, *, seed: int, zero: tuple[str, ..
     for module, (num_inputs, num_outputs) in shapes.items():
         a = torch.randn(rank, num_inputs, generator=generator) / num_inputs**0.5
         b = torch.randn(num_outputs, rank, generator=generator) / rank**0.5 * scale
-        tensors[f"base_model.model.{module}.lora_A.weight"] = a
-        tensors[f"base_model.model.{module}.lora_B.weight"] = b * (module.rpartition(".")[2] not in zero)
+        name_a, name_b = _tensor_names(module)
+        tensors[name_a] = a
+        tensors[name_b] = b * (module.rpartition(".")[2] not in zero)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
@@ -123,13 +129,13 @@ def merged(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
     """A copy of the model with the adapter's B A alpha / r added to its weights."""
     model = copy.deepcopy(model)
     tensors = load_file(adapter / "adapter_model.safetensors")
+    modules = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
     with torch.no_grad():
-        for name, a in tensors.items():
-            if not name.endswith("lora_A.weight"):
-                continue
-            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            b = tensors[name.replace("lora_A", "lora_B")]
-            _weight(model, module).add_((b.double() @ a.double() * (ALPHA / RANK)).float())
+        for module in modules:
+            name_a, name_b = _tensor_names(module)
+            delta = tensors[name_b].double() @ tensors[name_a].double() * (ALPHA / RANK)
+            is_table = module.endswith("embed_tokens")
+            _weight(model, module).add_((delta.t() if is_table else delta).float())
     return model
 
 
@@ -152,6 +158,13 @@ def _feed_forward(intermediate: int) -> Shapes:
         "up_proj": (HIDDEN, intermediate),
         "down_proj": (intermediate, HIDDEN),
     }
+
+
+def _tensor_names(module: str) -> tuple[str, str]:
+    prefix = f"base_model.model.{module}"
+    if module.endswith("embed_tokens"):
+        return f"{prefix}.lora_embedding_A", f"{prefix}.lora_embedding_B"
+    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
 
 
 def _weight(model: PreTrainedModel, module: str) -> torch.Tensor:
