@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -38,6 +38,19 @@ class Stop:
 
     async def wait(self) -> None:
         await self._event.wait()
+
+
+async def end(tasks: Iterable[asyncio.Task[None]], again_s: float = 0.5) -> None:
+    """Cancels the tasks until they have ended.
+
+    Once is not enough on Python 3.11: asyncio.wait_for loses a cancellation that comes in the moment in which what it
+    waits for is done (python/cpython#86296), and a loop around it then goes on for ever.
+    """
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=again_s)
 
 
 def run_service(name: str, kind: type[T], main: Callable[[T, Stop], Awaitable[None]]) -> None:

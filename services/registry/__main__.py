@@ -23,7 +23,7 @@ from services.registry.tenants import TenantService
 from services.registry.workers import WorkerService
 from services.registry.workspace import emptied
 from shared.bus import Bus, connect_with_patience, settings_from
-from shared.runtime import Stop, run_service
+from shared.runtime import Stop, end, run_service
 
 log = structlog.get_logger()
 
@@ -57,8 +57,7 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
             await stop.wait()
             log.info("registry.stopping", reason=stop.reason)
             await service.stop(settings.grace_s)
-            for task in running:
-                task.cancel()
+            await end(running)
 
 
 async def main(settings: msgspec.Struct, stop: Stop) -> None:

@@ -29,6 +29,7 @@ from shared.policy.admission import Ask, Reserved, decide, rank_class
 from shared.policy.compatibility import check, resolve_base, same_base
 from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState, LifecycleEvent, step
 from shared.policy.mounts import Change, Outcome
+from shared.runtime import end
 
 log = structlog.get_logger()
 
@@ -108,9 +109,11 @@ class IntakeService:
         try:
             async with asyncio.TaskGroup() as group:
                 beating = group.create_task(self._beat(work))
-                async with self._turns:
-                    outcome = await self._outcome(work)
-                beating.cancel()
+                try:
+                    async with self._turns:
+                        outcome = await self._outcome(work)
+                finally:
+                    await end([beating])
         finally:
             self.at_work.discard(record.adapter_id)
             shutil.rmtree(work.folder(self._work_dir), ignore_errors=True)

@@ -19,6 +19,7 @@ from shared.contracts.errors import to_info
 from shared.contracts.state import AdapterRecord, Intake
 from shared.errors import InvalidRequest, NotFound, NotPermitted, TenantryError
 from shared.policy.lifecycle import AdapterState
+from shared.runtime import end
 
 log = structlog.get_logger()
 
@@ -60,7 +61,8 @@ class Onboarding:
             except Exception:
                 log.exception("onboarding.failed")
                 await delivery.retry(_RETRY_S)
-            working.cancel()
+            finally:
+                await end([working])
 
     async def _onboard(self, delivery: Delivery) -> None:
         """Ends with the outcome's event on its way: told here if refused, or by what follows the load.

@@ -15,6 +15,7 @@ from shared.bus import Bus, BusUnavailable, Message, Subscription
 from shared.contracts import admin, workers
 from shared.contracts.errors import ErrorInfo, to_info
 from shared.errors import InvalidRequest, Overloaded, TenantryError
+from shared.runtime import end
 
 log = structlog.get_logger()
 
@@ -78,8 +79,7 @@ class RegistryService:
             await subscription.drain()
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=grace_s)
-        for task in self._under_way:
-            task.cancel()
+        await end(self._under_way)
 
     async def _on_admin(self, message: Message) -> None:
         await self._start(message, self._administer)

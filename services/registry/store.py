@@ -18,6 +18,7 @@ from shared.contracts.adapters import PoolEntry
 from shared.contracts.base import BaseDescription
 from shared.contracts.state import AdapterRecord, ApiKey, Matrix, Tenant
 from shared.errors import Conflict, NotFound
+from shared.runtime import end
 
 log = structlog.get_logger()
 
@@ -221,8 +222,7 @@ class Store:
                     await self.catalog_mirror.synced.wait()
                 yield
             finally:
-                for task in tasks:
-                    task.cancel()
+                await end(tasks)
 
 
 def _under(mirror: Mirror, prefix: str) -> list[Entry]:

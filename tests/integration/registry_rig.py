@@ -25,7 +25,7 @@ from shared.contracts.adapters import (
 from shared.contracts.base import BaseDescription, EngineLimits
 from shared.contracts.errors import ErrorInfo, to_error
 from shared.errors import TenantryError
-from shared.runtime import Stop
+from shared.runtime import Stop, end
 from tests import adapters_factory as factory
 from tests.waiting import until_async
 
@@ -209,8 +209,7 @@ async def obeying(*fakes: FakeWorker) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
+            await end(tasks)
 
 
 @asynccontextmanager
