@@ -58,9 +58,11 @@ class WorkerProcess:
                 sys.executable, "-m", "services.worker", env=self._environment, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL
             )
         await eventually(
-            lambda: "w1" in registry.reports
-            and registry.reports["w1"].state == "ready"
-            and registry.reports["w1"].incarnation == registry.hellos[-1].incarnation,
+            lambda: (
+                "w1" in registry.reports
+                and registry.reports["w1"].state == "ready"
+                and registry.reports["w1"].incarnation == registry.hellos[-1].incarnation
+            ),
             timeout_s=20,
         )
 

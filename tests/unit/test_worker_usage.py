@@ -1,0 +1,90 @@
+"""Usage records: cumulative checkpoints, one final, a bound. The store is a list."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.worker.governor import Attempt, Governor
+from services.worker.identity import Identity
+from services.worker.usage import UsageMeter
+from shared.bus import BusUnavailable
+from shared.contracts.inference import Handle
+from shared.contracts.usage import AttemptUsage, decode
+from tests.waiting import until
+
+HANDLE = Handle(tenant_id="t1", tenant="sales", pool_id="main", base="demo@" + "0" * 64, adapter_id="ad_x", digest="sha256:1")
+
+
+class Stored:
+    def __init__(self) -> None:
+        self.records: list[AttemptUsage] = []
+        self.ids: list[str] = []
+        self.cut = False
+
+    async def __call__(self, data: bytes, message_id: str) -> None:
+        if self.cut:
+            raise BusUnavailable("cut")
+        record = decode(data)
+        assert isinstance(record, AttemptUsage)
+        self.records.append(record)
+        self.ids.append(message_id)
+
+
+@asynccontextmanager
+async def meter(limit: int = 100) -> AsyncIterator[tuple[UsageMeter, Governor, Stored]]:
+    governor, stored = Governor(), Stored()
+    usage = UsageMeter(governor, stored, me=Identity(worker_id="w1", incarnation="i1", pool_id="main"), limit=limit)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(usage.run(interval_s=0.02))
+        yield usage, governor, stored
+        running.cancel()
+
+
+def attempt(request_id: str) -> Attempt:
+    return Attempt(request_id, 1, "r1", HANDLE, "/v1/chat/completions")
+
+
+async def test_checkpoints_of_a_running_attempt_are_cumulative_and_the_final_one_is_the_last() -> None:
+    async with meter() as (usage, governor, stored):
+        one = attempt("q")
+        governor.begin(one)
+        one.completion_tokens = 5
+        await until(lambda: len(stored.records) >= 2)
+        one.completion_tokens = 9
+        governor.end(one)
+        usage.finish(one, "complete")
+        await until(lambda: stored.records[-1].final)
+        count = len(stored.records)
+        assert await usage.flush(1.0)
+        assert len(stored.records) == count
+    assert [record.checkpoint for record in stored.records] == list(range(1, count + 1))
+    assert stored.records[0].outcome == "running"
+    assert (stored.records[-1].completion_tokens, stored.records[-1].outcome) == (9, "complete")
+    assert stored.ids[0] == "q:1:1"
+
+
+async def test_what_could_not_be_stored_is_stored_later_and_only_its_newest_state() -> None:
+    async with meter() as (usage, governor, stored):
+        stored.cut = True
+        one = attempt("q")
+        governor.begin(one)
+        await asyncio.sleep(0.05)
+        governor.end(one)
+        usage.finish(one, "complete")
+        assert not await usage.flush(0.05)
+        stored.cut = False
+        assert await usage.flush(5.0)
+    assert [record.final for record in stored.records] == [True]
+
+
+async def test_when_full_running_checkpoints_give_way_to_final_ones_and_losses_are_counted() -> None:
+    governor, stored = Governor(), Stored()
+    usage = UsageMeter(governor, stored, me=Identity(worker_id="w1", incarnation="i1", pool_id="main"), limit=3)
+    for n in range(5):
+        usage.finish(attempt(f"q{n}"), "complete")
+    assert usage.lost == 2
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(usage.run())
+        await usage.flush(5.0)
+        running.cancel()
+    assert [record.request_id for record in stored.records] == ["q2", "q3", "q4"]
