@@ -32,14 +32,15 @@ from shared.contracts.inference import (
 )
 from shared.contracts.usage import USAGE_STREAM, USAGE_SUBJECTS
 
-BASE = "qwen3-moe-demo@" + "0" * 64
+MODEL = "qwen3-moe-demo"
+BASE = MODEL + "@" + "0" * 64
 KEY = "tk_bench"
 ANSWER = json.dumps(
     {
         "id": "chatcmpl-0",
         "object": "chat.completion",
         "created": 0,
-        "model": "qwen3-moe-demo",
+        "model": MODEL,
         "choices": [{"index": 0, "message": {"role": "assistant", "content": "A refund gives back money."}, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 40, "completion_tokens": 7, "total_tokens": 47},
     }

@@ -1,13 +1,18 @@
-"""The load of the router benchmark: one process, raw sockets, keep-alive; prints one JSON line.
+"""The load of the router benchmark: one process, raw sockets, keep-alive.
 
 Modes: `saturate` (closed loop, whole answers), `paced` (open loop at a fixed rate, time to the first token of a stream),
-`stream` (many streams at once, every piece counted).
+`stream` (many streams at once, every piece counted). It connects and warms up, says `ready`, waits for a line on stdin, and
+ends with its figures as one JSON line: whoever started it reads CPU clocks in between.
+
+Latencies come from time.perf_counter: uvloop's own clock moves in steps of 1 ms.
 """
 
 import argparse
 import asyncio
 import json
 import statistics
+import sys
+from time import perf_counter
 from typing import Any, cast
 
 import uvloop
@@ -59,7 +64,7 @@ class Connection(asyncio.Protocol):
             if not data:
                 return
         if not self.first_body_s:
-            self.first_body_s = asyncio.get_running_loop().time()
+            self.first_body_s = perf_counter()
         if self.left_bytes >= 0:
             self.left_bytes -= len(data)
             if self.left_bytes <= 0:
@@ -71,11 +76,13 @@ class Connection(asyncio.Protocol):
             self._finish()
 
     def _finish(self) -> None:
-        assert self.done is not None
+        done, self.done = self.done, None
+        if done is None or done.done():
+            return
         if self.status != 200:
-            self.done.set_exception(RuntimeError(f"status {self.status}"))
+            done.set_exception(RuntimeError(f"status {self.status}"))
         else:
-            self.done.set_result(None)
+            done.set_result(None)
 
 
 def request_bytes(args: argparse.Namespace, *, stream: bool, tokens: int) -> bytes:
@@ -97,61 +104,91 @@ async def opened(args: argparse.Namespace, count: int) -> list[Connection]:
     return [(await loop.create_connection(Connection, args.host, args.port))[1] for _ in range(count)]
 
 
+def wait_for_start() -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
 async def saturate(args: argparse.Namespace) -> dict[str, float]:
     connections = await opened(args, args.connections)
     request = request_bytes(args, stream=False, tokens=1)
-    loop = asyncio.get_running_loop()
-    stop_s = loop.time() + args.seconds
-    counts = [0] * len(connections)
-    latencies: list[float] = []
 
-    async def drive(index: int, connection: Connection) -> None:
-        while (now := loop.time()) < stop_s:
+    async def drive(connection: Connection, stop_s: float, latencies: list[float]) -> None:
+        while (now_s := perf_counter()) < stop_s:
             await connection.send(request)
-            latencies.append(loop.time() - now)
-            counts[index] += 1
+            latencies.append(perf_counter() - now_s)
 
-    started_s = loop.time()
-    async with asyncio.TaskGroup() as group:
-        for index, connection in enumerate(connections):
-            group.create_task(drive(index, connection))
-    return {"requests": sum(counts), "requests_per_s": sum(counts) / (loop.time() - started_s), "p50_ms": quantile(latencies, 50)}
+    async def drive_all(seconds: float) -> list[float]:
+        latencies: list[float] = []
+        stop_s = perf_counter() + seconds
+        async with asyncio.TaskGroup() as group:
+            for connection in connections:
+                group.create_task(drive(connection, stop_s, latencies))
+        return latencies
+
+    await drive_all(args.warmup)
+    wait_for_start()
+    started_s = perf_counter()
+    latencies = await drive_all(args.seconds)
+    return {
+        "requests": len(latencies),
+        "requests_per_s": len(latencies) / (perf_counter() - started_s),
+        "p50_ms": quantile(latencies, 50),
+        "p99_ms": quantile(latencies, 99),
+    }
 
 
 async def paced(args: argparse.Namespace) -> dict[str, float]:
-    connections = await opened(args, args.connections)
+    """One that finds no free connection is counted in `missed`, not in the figures."""
+    free = await opened(args, args.connections)
     request = request_bytes(args, stream=True, tokens=args.tokens)
     loop = asyncio.get_running_loop()
-    free = list(connections)
-    first: list[float] = []
-    missed = 0
 
-    async def one(connection: Connection, sent_s: float) -> None:
+    async def one(connection: Connection, first: list[float]) -> None:
+        sent_s = perf_counter()
         await connection.send(request)
         first.append(connection.first_body_s - sent_s)
         free.append(connection)
 
-    start_s = loop.time()
-    async with asyncio.TaskGroup() as group:
-        for number in range(int(args.rate * args.seconds)):
-            await asyncio.sleep(max(0.0, start_s + number / args.rate - loop.time()))
-            if not free:
-                missed += 1
-                continue
-            group.create_task(one(free.pop(), loop.time()))
+    async def run(seconds: float) -> tuple[list[float], int]:
+        first: list[float] = []
+        missed = 0
+        start_s = loop.time()
+        async with asyncio.TaskGroup() as group:
+            for number in range(int(args.rate * seconds)):
+                await asyncio.sleep(max(0.0, start_s + number / args.rate - loop.time()))
+                if free:
+                    group.create_task(one(free.pop(), first))
+                else:
+                    missed += 1
+        return first, missed
+
+    await run(args.warmup)
+    wait_for_start()
+    first, missed = await run(args.seconds)
     return {"requests": len(first), "missed": missed, "ttft_p50_ms": quantile(first, 50), "ttft_p99_ms": quantile(first, 99)}
 
 
 async def stream(args: argparse.Namespace) -> dict[str, float]:
     connections = await opened(args, args.connections)
-    request = request_bytes(args, stream=True, tokens=args.tokens)
-    async with asyncio.TaskGroup() as group:
+
+    async def run(tokens: int) -> int:
+        request = request_bytes(args, stream=True, tokens=tokens)
         for connection in connections:
-            group.create_task(await_done(connection, request))
-    return {"requests": len(connections), "events": sum(connection.events for connection in connections)}
+            connection.events = 0
+        async with asyncio.TaskGroup() as group:
+            for connection in connections:
+                group.create_task(answered(connection, request))
+        return sum(connection.events for connection in connections)
+
+    await run(8)
+    wait_for_start()
+    started_s = perf_counter()
+    events = await run(args.tokens)
+    return {"tokens": len(connections) * args.tokens, "events": events, "seconds": perf_counter() - started_s}
 
 
-async def await_done(connection: Connection, request: bytes) -> None:
+async def answered(connection: Connection, request: bytes) -> None:
     await connection.send(request)
 
 
@@ -168,6 +205,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-moe-demo")
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--warmup", type=float, default=1.0)
     parser.add_argument("--rate", type=float, default=50.0)
     parser.add_argument("--tokens", type=int, default=100)
     args = parser.parse_args()
