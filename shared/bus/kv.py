@@ -173,6 +173,9 @@ class Mirror:
                 update = await watcher.updates(timeout=0.1)
             except (nats.errors.TimeoutError, TimeoutError):
                 continue
+            finally:
+                if _cancelled():  # nats-py's wait_for may have swallowed it (Python 3.11)
+                    raise asyncio.CancelledError
             if update is None:
                 for key in [key for key in self.entries if key not in (snapshot or set())]:
                     await self._apply(key, None)
