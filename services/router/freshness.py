@@ -85,6 +85,9 @@ class Freshness:
         while True:
             if self.age_s(loop.time()) >= self._silence_s:
                 await self._look(bucket)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError  # a wait_for below may have swallowed it (Python 3.11)
             await asyncio.sleep(_TICK_S)
 
     async def _look(self, bucket: Bucket) -> None:
