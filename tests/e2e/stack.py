@@ -195,6 +195,11 @@ class Stack:
         reports = json.dumps(top)
         return all(worker.env["TENANTRY_WORKER_WORKER_ID"] in reports for worker in self.workers) and '"ready"' in reports
 
+    def reports(self) -> list[dict[str, Any]]:
+        """The last report of every worker that is heard of (one a second)."""
+        workers = [worker for pool in self.admin.top()["pools"] for worker in pool["workers"]]
+        return [worker["report"] for worker in workers if worker["report"] is not None]
+
     @property
     def admin_headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.admin_key}"}

@@ -92,16 +92,11 @@ async def released(stack: Stack, tenant: str, name: str) -> None:
     give_up_at = asyncio.get_running_loop().time() + 30
     while True:
         found = [view for view in stack.admin.adapters(tenant, all_versions=True) if view.name == name]
-        resident = {use["adapter_id"] for report in reports(stack) for use in report["adapters"] if use["residency"] == "device"}
+        resident = {use["adapter_id"] for report in stack.reports() for use in report["adapters"] if use["residency"] == "device"}
         if found and all(view.state == "unloaded" and view.adapter_id not in resident for view in found):
             return
         assert asyncio.get_running_loop().time() < give_up_at, f"{name} is not released: {found}"
         await asyncio.sleep(0.1)
-
-
-def reports(stack: Stack) -> list[dict[str, Any]]:
-    """The last report of every worker, as `tenantry top` sees them."""
-    return stack.admin.top()["workers"]
 
 
 async def test_a_drain_whose_deadline_passes_ends_what_still_runs_with_an_explicit_error(stack: Stack, asker: Asker) -> None:
@@ -124,7 +119,11 @@ async def test_a_drain_counts_every_sample_and_every_client_that_went_away(stack
     question, golden = asker.long_question("lora_cs")
     messages: Any = [{"role": "user", "content": question}]
     async with asker.clients() as clients, asyncio.TaskGroup() as group:
-        two = group.create_task(clients["cs"].chat.completions.create(model="many", messages=messages, temperature=0, n=2, max_tokens=600))
+        two = group.create_task(
+            clients["cs"].chat.completions.create(
+                model="many", messages=messages, temperature=1, extra_body={"top_k": 1}, n=2, max_tokens=600
+            )
+        )
         leaver = await clients["cs"].chat.completions.create(model="many", messages=messages, temperature=0, max_tokens=600, stream=True)
         await anext(aiter(leaver))
         await leaver.close()
@@ -140,7 +139,7 @@ async def in_flight_is(stack: Stack, name: str, count: int) -> None:
     adapter_id = next(view.adapter_id for view in stack.admin.adapters() if view.name == name)
     give_up_at = asyncio.get_running_loop().time() + 10
     while True:
-        uses = [use for report in reports(stack) for use in report["adapters"] if use["adapter_id"] == adapter_id]
+        uses = [use for report in stack.reports() for use in report["adapters"] if use["adapter_id"] == adapter_id]
         if [use["in_flight"] for use in uses] == [count]:
             return
         assert asyncio.get_running_loop().time() < give_up_at, uses
