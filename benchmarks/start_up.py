@@ -1,0 +1,89 @@
+"""`python -m benchmarks.start_up` (`make bench-start`): seconds that `tenantry up` takes until it is ready, and each process's memory.
+
+`first` starts on an empty data folder, `warm` on what the first left. The cold start from nothing includes the installation
+and is measured by hand, on a fresh clone: `time make up ARGS="--port 8099"`, Ctrl-C once the curl lines stand there.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from tests.e2e.stack import free_port, wait_for
+
+_READY = "curl "  # `up` prints lines to paste once every adapter serves
+_START_TIMEOUT_S = 600.0
+
+
+@contextmanager
+def started(data: Path) -> Iterator[tuple[psutil.Process, float]]:
+    """The process of `tenantry up` and the seconds until it was ready; ends it as Ctrl-C does."""
+    log = data.parent / "up.log"
+    argv = [str(machine.ROOT / ".venv" / "bin" / "tenantry"), "up", "--port", str(free_port()), "--data", str(data)]
+    with log.open("wb") as out:
+        started_s = monotonic()
+        up = subprocess.Popen(argv, cwd=machine.ROOT, stdout=out, stderr=out, env=os.environ | {"COLUMNS": "200"})
+        try:
+
+            def ready() -> bool:
+                assert up.poll() is None, log.read_text(errors="replace")[-2000:]
+                return _READY in log.read_text(errors="replace")
+
+            wait_for(ready, _START_TIMEOUT_S, "tenantry up")
+            yield psutil.Process(up.pid), monotonic() - started_s
+        finally:
+            if up.poll() is None:
+                up.send_signal(signal.SIGINT)
+                up.wait(60)
+
+
+def memory(root: psutil.Process) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for process in (root, *root.children(recursive=True)):
+        usage = process.memory_full_info()
+        rows.append({"process": _name(process), "rss_mib": usage.rss / 2**20, "pss_mib": usage.pss / 2**20})
+    return rows
+
+
+def _name(process: psutil.Process) -> str:
+    argv = process.cmdline()
+    module = next((argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "-m"), "")
+    return module or ("tenantry up" if "up" in argv else process.name())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.start_up", description=__doc__)
+    parser.add_argument("--out", type=Path, default=machine.RESULTS / "start_up.json")
+    args = parser.parse_args()
+    context = machine.context()
+    with tempfile.TemporaryDirectory(prefix="tenantry-bench-") as folder:
+        data = Path(folder) / "data"
+        with started(data) as (_, first_s):
+            pass
+        with started(data) as (root, warm_s):
+            rows = memory(root)
+    result = {"first_s": first_s, "warm_s": warm_s, "memory": rows, **context}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    table = Table(title=f"ready after {first_s:.1f} s on an empty folder, {warm_s:.1f} s warm")
+    for column in ("process", "RSS MiB", "PSS MiB"):
+        table.add_column(column, justify="left" if column == "process" else "right")
+    for row in rows:
+        table.add_row(row["process"], f"{row['rss_mib']:.0f}", f"{row['pss_mib']:.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
