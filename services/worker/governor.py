@@ -25,6 +25,8 @@ class Attempt:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.counted_prompts: set[str] = set()  # of beam searches, whose prompt reaches the engine once per beam and token
+        self.engine_requests: set[str] = set()  # the engine's ids of what runs for it now
+        self.closed = False  # the application has ended with it, one way or another: nothing may start any more
         self.engine_started_s: float | None = None  # loop time of admission
         self.engine_ms = 0.0
 
@@ -117,6 +119,8 @@ class Governor:
 
     async def admit(self, attempt: Attempt, prompt_tokens: int, max_tokens: int, samples: int, now_s: float) -> None:
         """Lets the generation start, or waits, or refuses. Tokens and samples are what a reservation will be made of.
+
+        A wait must end when the attempt is closed: the application may have left this call behind.
 
         :raises TenantryError: refused (the attempt's refusal is set).
         """

@@ -11,7 +11,7 @@ import structlog
 
 from services.worker.engine import LoadProof, ReleaseProof
 from services.worker.vllm_setup import VllmModules, available_bytes
-from shared.errors import LoadFailed
+from shared.errors import EngineError, LoadFailed
 
 log = structlog.get_logger()
 
@@ -68,7 +68,10 @@ class LoadedAdapters:
         async with self._changing:
             if adapter_id in self._proofs:
                 return self._proofs[adapter_id]
-            await self._check_room(rank)
+            try:
+                await self._check_room(rank)
+            except Exception as error:
+                raise self._failure(error) from error
             int_id = len(self._ids) + 1
             self._ids[int_id] = adapter_id
             started_s = time.monotonic()
@@ -91,15 +94,19 @@ class LoadedAdapters:
 
     async def remove(self, adapter_id: str) -> ReleaseProof:
         """As Engine.remove_adapter; for one that is not there, nothing returned."""
-        async with self._changing, asyncio.timeout(CALL_LIMIT_S):
+        async with self._changing:
             free_before = available_bytes()
-            request = self._requests.pop(adapter_id, None)
+            self._requests.pop(adapter_id, None)
             self._proofs.pop(adapter_id, None)
             self.templates.pop(adapter_id, None)
-            returned = 0
-            for int_id in [request.lora_int_id] if request is not None else [i for i, name in self._ids.items() if name == adapter_id]:
-                returned += await self._release(int_id)
-            if adapter_id in await self._names():
+            try:
+                async with asyncio.timeout(CALL_LIMIT_S):
+                    listed = await self._engine.list_loras()
+                    returned = sum([await self._release(int_id) for int_id in listed if self._ids.get(int_id) == adapter_id])
+                    left = await self._names()
+            except Exception as error:
+                raise self._failure(error) from error
+            if adapter_id in left:
                 raise LoadFailed("the engine still lists the adapter after its removal", reason="not_removed", adapter_id=adapter_id)
             return ReleaseProof(
                 slot_bytes_returned=returned,
@@ -108,9 +115,15 @@ class LoadedAdapters:
             )
 
     async def names(self) -> frozenset[str]:
-        """The engine's own list."""
-        async with asyncio.timeout(CALL_LIMIT_S):
-            return await self._names()
+        """The engine's own list.
+
+        :raises EngineError: it does not answer.
+        """
+        try:
+            async with asyncio.timeout(CALL_LIMIT_S):
+                return await self._names()
+        except Exception as error:
+            raise EngineError(f"the engine does not say which adapters it holds ({type(error).__name__})") from error
 
     async def _names(self) -> frozenset[str]:
         return frozenset(self._ids.get(int_id, f"unknown_{int_id}") for int_id in await self._engine.list_loras())
@@ -120,7 +133,7 @@ class LoadedAdapters:
             raise LoadFailed(
                 f"rank {rank} is over this engine's {self._max_rank}", reason="rank_too_big", asked=rank, allowed=self._max_rank
             )
-        held = len(await self.names())
+        held = len(await self._names())
         if held >= self._slots:
             raise LoadFailed(
                 f"all {self._slots} slots are taken", reason="no_free_slot", asked_slots=1, held_slots=held, limit_slots=self._slots
@@ -186,10 +199,10 @@ class LoadedAdapters:
     def _failure(self, error: Exception) -> LoadFailed:
         if isinstance(error, LoadFailed):
             return error
-        if isinstance(error, TimeoutError):
-            return LoadFailed(f"the engine did not load the adapter within {CALL_LIMIT_S:.0f} s", reason="timeout")
         if self._engine.errored:
             return LoadFailed("the engine is dead", reason="engine_dead")
+        if isinstance(error, TimeoutError):
+            return LoadFailed(f"the engine did not answer within {CALL_LIMIT_S:.0f} s", reason="timeout")
         words = str(error).strip().splitlines() or [type(error).__name__]
         return LoadFailed(f"the engine refused the adapter: {words[-1]}", reason="refused_by_engine")
 

@@ -10,8 +10,9 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, cast
 
+from services.worker.engine import AsgiApp, Receive, Scope, Send
 from services.worker.governor import Attempt, Governor, current_attempt
-from shared.errors import InternalError
+from shared.errors import Cancelled, InternalError
 
 _BEAM_STEP = re.compile(r"^(.+)-[0-9a-f]+-beam-\d+$")
 
@@ -54,6 +55,25 @@ class GovernedClient:
         options["priority"] = 0
         return self._encode(attempt, self._salted(prompt, attempt), pooling_params, request_id, options)
 
+    def closing(self, app: AsgiApp) -> AsgiApp:
+        """`app`, after which nothing of the attempt is left in the engine, however it ended.
+
+        Cancelled while it makes a whole answer, vLLM's application leaves the generation running: an adapter would be in use
+        that nobody counts.
+        """
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            finally:
+                attempt = current_attempt.get(None)
+                if attempt is not None:
+                    attempt.closed = True
+                    if attempt.engine_requests:
+                        await self._engine.abort(tuple(attempt.engine_requests))
+
+        return call
+
     async def _generate(
         self, attempt: Attempt, prompt: dict[str, Any], sampling_params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
@@ -68,6 +88,7 @@ class GovernedClient:
         samples: dict[int, Any] = {}
         counted: dict[int, int] = {}
         cached = 0
+        attempt.engine_requests.add(request_id)
         steps = self._engine.generate(prompt, sampling_params, request_id, **options)
         try:
             async for output in steps:
@@ -86,18 +107,21 @@ class GovernedClient:
                     output.outputs = [samples[index] for index in sorted(samples)]
                     yield output
         finally:
+            attempt.engine_requests.discard(request_id)
             await steps.aclose()  # aborts in the engine what has not finished
 
     async def _encode(
         self, attempt: Attempt, prompt: dict[str, Any], pooling_params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         await self._admit(attempt, prompt, request_id, 0, 1)
+        attempt.engine_requests.add(request_id)
         steps = self._engine.encode(prompt, pooling_params, request_id, **options)
         try:
             async for output in steps:
                 self._count(attempt, 0, 0)
                 yield output
         finally:
+            attempt.engine_requests.discard(request_id)
             await steps.aclose()
 
     def _checked_attempt(self, options: Mapping[str, Any]) -> Attempt:
@@ -137,7 +161,10 @@ class GovernedClient:
             if beam[1] in attempt.counted_prompts:
                 tokens = 0
             attempt.counted_prompts.add(beam[1])
-        await self._governor.admit(attempt, tokens, max_tokens, samples, _now_s())
+        if not attempt.closed:
+            await self._governor.admit(attempt, tokens, max_tokens, samples, _now_s())
+        if attempt.closed:
+            raise Cancelled("the request has ended; nothing more is started for it")
 
     def _count(self, attempt: Attempt, completion_tokens: int, cached_tokens: int) -> None:
         self._governor.count(attempt, completion_tokens=completion_tokens, cached_tokens=cached_tokens, now_s=_now_s())

@@ -41,6 +41,7 @@ class VllmEngine:
         self._guard = EngineGuard()
         self._engine: Any = None
         self._app: AsgiApp | None = None
+        self._models: Any = None
         self._adapters: LoadedAdapters | None = None
         self._description: BaseDescription | None = None
         self._limits: EngineLimits | None = None
@@ -156,7 +157,8 @@ class VllmEngine:
         loras: dict[str, Any] = {}
         client = GovernedClient(engine, self._governor, loras, self._settings.cluster_secret)
         app = await setup.build_application(vllm, client, args, tasks)
-        app.state.openai_serving_models.lora_requests = loras
+        self._models = app.state.openai_serving_models
+        self._models.lora_requests = loras
         model = engine.model_config
         self._adapters = LoadedAdapters(vllm, engine, loras, slots, model.get_vocab_size(), model.max_model_len)
         setup.use_templates(engine.renderer, self._template_of_current)
@@ -173,7 +175,7 @@ class VllmEngine:
             max_num_seqs=engine.scheduler_config.max_num_seqs,
             endpoints=setup.endpoints(tasks),
         )
-        self._app = setup.only(self._limits.endpoints, app)
+        self._app = client.closing(setup.only(self._limits.endpoints, app))
 
     def _template_of_current(self) -> str | None:
         attempt = current_attempt.get(None)
