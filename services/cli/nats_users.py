@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from shared.bus import Entry
-from shared.bus.embedded import NatsUser
+from shared.bus.accounts import NatsUser
 from shared.contracts import permissions
 from shared.contracts.state import TENANT_PREFIX, Tenant, decode_tenant
 
@@ -23,7 +23,12 @@ def tenant_users(tenants: Iterable[Tenant]) -> tuple[NatsUser, ...]:
     """A tenant's user is named by its id; only the hash of its password is known."""
     wanted = sorted((tenant for tenant in tenants if tenant.nats_password_bcrypt), key=lambda tenant: tenant.tenant_id)
     return tuple(
-        NatsUser(name=tenant.tenant_id, password=tenant.nats_password_bcrypt, permissions=permissions.tenant(tenant.tenant_id))
+        NatsUser(
+            name=tenant.tenant_id,
+            password=tenant.nats_password_bcrypt,
+            permissions=permissions.tenant(tenant.tenant_id),
+            lent=permissions.tenant_lent(tenant.tenant_id),
+        )
         for tenant in wanted
     )
 

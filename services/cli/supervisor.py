@@ -159,7 +159,7 @@ class Supervisor:
                 changed.clear()
                 users = service_users(self._secrets.nats) + tenant_users(tenants_in(mirror.entries))
                 if users != self.nats.users:
-                    self.nats.reload(users)
+                    await self.nats.reload(users)
 
     def _reported(self, message: Message) -> None:
         try:

@@ -11,6 +11,19 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True):
     subscribe: tuple[str, ...]
 
 
+class Lent(msgspec.Struct, frozen=True, kw_only=True):
+    """What another NATS account is lent of ours: `services` it may publish or send requests to, `streams` it may hear."""
+
+    services: tuple[str, ...]
+    streams: tuple[str, ...]
+
+
+JETSTREAM_API = "$JS.API."
+# tenants' clients say jetstream(domain="tenantry")
+TENANT_JETSTREAM_DOMAIN = "tenantry"
+TENANT_JETSTREAM_API = f"$JS.{TENANT_JETSTREAM_DOMAIN}.API."
+
+
 def _inbox(name: str) -> str:
     return f"_INBOX_{name}.>"
 
@@ -124,10 +137,26 @@ SUPERVISOR = Permissions(
 )
 
 
-def tenant(tenant_id: str) -> Permissions:
-    """Its own onboarding subject and upload bucket, its own outcomes, its own inbox (`_INBOX_<tenant_id>`); nothing else."""
+def tenant_lent(tenant_id: str) -> Lent:
+    """Its own onboarding subject, writing to its own upload bucket (reading and purging what it wrote), and its own outcomes.
+
+    No consumers and no direct reads: those would let it choose where the server delivers bytes of its choice.
+    """
     bucket = adapters.uploads_bucket(token(tenant_id))
-    return Permissions(
-        publish=(adapters.onboard_subject(tenant_id), *_write_objects(bucket)),
-        subscribe=(_inbox(tenant_id), adapters.event_subject(tenant_id)),
+    return Lent(
+        services=(
+            adapters.onboard_subject(tenant_id),
+            f"$O.{bucket}.>",
+            f"{JETSTREAM_API}STREAM.INFO.OBJ_{bucket}",
+            f"{JETSTREAM_API}STREAM.MSG.GET.OBJ_{bucket}",
+            f"{JETSTREAM_API}STREAM.PURGE.OBJ_{bucket}",
+        ),
+        streams=(adapters.event_subject(tenant_id),),
     )
+
+
+def tenant(tenant_id: str) -> Permissions:
+    """Inside its own account, in that account's names: what is lent to it, and its own inbox (`_INBOX_<tenant_id>`)."""
+    lent = tenant_lent(tenant_id)
+    local = tuple(subject.replace(JETSTREAM_API, TENANT_JETSTREAM_API, 1) for subject in lent.services)
+    return Permissions(publish=local, subscribe=(_inbox(tenant_id), *lent.streams))
