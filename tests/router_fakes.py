@@ -1,4 +1,4 @@
-"""Stand-ins on real NATS for what a router talks to: a worker that does as it is told, a registry that only writes state, and the router itself."""
+"""Stand-ins on real NATS for what a router talks to: a worker that does as told, a registry that only writes state; and the router."""
 
 import asyncio
 import hashlib

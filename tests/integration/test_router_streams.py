@@ -1,0 +1,376 @@
+"""Frames that are late, doubled, out of order or lost; workers that bounce, vanish, freeze or die; clients and NATS that go away."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from shared.bus.embedded import EmbeddedNats
+from shared.contracts.inference import Frame, FrameKind, Head, Totals, encode
+from tests.router_fakes import Attempt, Cluster, answers, cluster, events, mount, pool_entry, until
+
+DONE = ["a", "b", "c", "[DONE]"]
+
+
+@pytest.fixture
+async def running(nats_server: EmbeddedNats) -> AsyncIterator[Cluster]:
+    async with cluster(nats_server) as found:
+        yield found
+
+
+def whole(attempt: Attempt) -> list[Frame]:
+    """Every frame of a stream that says DONE, none of them sent."""
+    frames = [attempt.frame(FrameKind.ACCEPTED), attempt.frame(FrameKind.HEAD, encode(Head(status=200, content_type="text/event-stream")))]
+    frames += [attempt.frame(FrameKind.BODY, b"data: " + text.encode() + b"\n\n") for text in DONE]
+    return [*frames, attempt.frame(FrameKind.END, encode(Totals()))]
+
+
+async def cut(response_of: object) -> tuple[str, bool]:
+    """What a stream said, and whether its connection ended as an incomplete response does."""
+    text = ""
+    try:
+        async with response_of as response:  # type: ignore[attr-defined]
+            async for piece in response.aiter_text():
+                text += piece
+    except httpx.RemoteProtocolError:
+        return text, True
+    return text, False
+
+
+async def test_doubled_and_reordered_frames_make_one_right_answer(running: Cluster) -> None:
+    async def shuffles(attempt: Attempt) -> None:
+        frames = whole(attempt)
+        for index in (0, 1, 3, 2, 2, 3, 0, 5, 4, 6, 1, 6):
+            await attempt.send(frames[index])
+
+    running.worker.behaviour = shuffles
+    response = await running.ask(stream=True)
+    assert events(response.text) == DONE
+    assert running.worker.attempts[0].cancel_reason == ""
+
+
+async def test_a_lost_frame_is_asked_for_again(running: Cluster) -> None:
+    async def loses(attempt: Attempt) -> None:
+        frames = whole(attempt)
+        await attempt.send(*frames[:3], *frames[4:])
+
+    running.worker.behaviour = loses
+    assert events((await running.ask(stream=True)).text) == DONE
+    assert running.worker.resends
+
+
+async def test_a_lost_tail_shows_in_the_progress_frame(running: Cluster) -> None:
+    async def loses(attempt: Attempt) -> None:
+        frames = whole(attempt)
+        await attempt.send(*frames[:3])
+        await attempt.progress()
+
+    running.worker.behaviour = loses
+    assert events((await running.ask(stream=True)).text) == DONE
+
+
+async def test_a_frame_that_cannot_be_had_again_is_an_explicit_error(running: Cluster) -> None:
+    first_seen = asyncio.Event()
+
+    async def loses(attempt: Attempt) -> None:
+        frames = whole(attempt)
+        await attempt.send(*frames[:3])
+        await first_seen.wait()
+        await attempt.send(*frames[4:])
+
+    running.worker.behaviour = loses
+    running.worker.obeys_resends = False
+    text = ""
+    with pytest.raises(httpx.RemoteProtocolError):
+        async with running.streaming() as response:
+            async for piece in response.aiter_text():
+                text += piece
+                first_seen.set()
+    assert '"code":"stream_gap"' in text
+    assert "[DONE]" not in text
+    assert running.worker.attempts[0].cancelled.is_set() or await running.worker.attempts[0].cancelled.wait()
+
+
+async def test_frames_of_other_attempts_incarnations_and_requests_are_ignored(running: Cluster) -> None:
+    async def lies(attempt: Attempt) -> None:
+        await attempt.accept()
+        request = attempt.request
+        wrong = b"data: wrong\n\n"
+        await attempt.send(Frame(request.request_id, request.attempt + 1, 1, FrameKind.BODY, wrong))
+        await attempt.send(Frame(request.request_id, request.attempt, 1, FrameKind.BODY, wrong), incarnation="00Z")
+        await attempt.send(Frame("01JUNKNOWN", request.attempt, 1, FrameKind.BODY, wrong))
+        await attempt.head()
+        await attempt.token("right")
+        await attempt.token("[DONE]")
+        await attempt.end()
+
+    running.worker.behaviour = lies
+    assert events((await running.ask(stream=True)).text) == ["right", "[DONE]"]
+
+
+async def test_a_bounced_request_is_resolved_again_and_the_client_sees_nothing(running: Cluster) -> None:
+    second = mount("tone", "sales", version=2)
+    await running.worker.hold(second.adapter_id)
+
+    async def bounces_the_old(attempt: Attempt) -> None:
+        if attempt.request.handle.version == 1:
+            await running.registry.put_pool(pool_entry(mount("tone", "sales"), second, aliases={"sales": {"tone": second.adapter_id}}))
+            await attempt.bounce("draining")
+        else:
+            await attempt.answer()
+
+    running.worker.behaviour = bounces_the_old
+    response = await running.ask("tone")
+    assert (response.status_code, response.json()["model"], response.headers["x-tenantry-adapter"]) == (200, "tone@2", "tone@2")
+    assert [attempt.request.attempt for attempt in running.worker.attempts][-1] > 1
+
+
+async def test_a_request_bounced_by_a_drain_is_told_that_the_adapter_is_gone(running: Cluster) -> None:
+    async def bounces(attempt: Attempt) -> None:
+        await running.registry.put_pool(pool_entry(mount("help", "cs")))
+        await attempt.bounce("draining")
+
+    running.worker.behaviour = bounces
+    response = await running.ask("tone")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "adapter_not_found")
+
+
+async def test_a_worker_that_no_longer_holds_the_adapter_is_noticed_at_once(running: Cluster) -> None:
+    await running.worker.drop(mount("tone", "sales").adapter_id)
+    other = await running.second_worker()
+    moved = mount("tone", "sales", worker_id="w1")
+    await other.hold(moved.adapter_id)
+
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(running.ask("tone"))
+        await until(lambda: running.router.metrics.redispatches)
+        await running.registry.put_pool(pool_entry(moved, workers=("w0", "w1")))
+    assert (asked.result().status_code, asked.result().headers["x-tenantry-worker"]) == (200, "w1")
+
+
+async def test_a_worker_that_does_not_accept_in_time_is_passed_over(running: Cluster) -> None:
+    other = await running.second_worker()
+    await running.registry.put_pool(pool_entry(mount("tone", "sales"), workers=("w0", "w1")))
+    await until(lambda: len(running.router.table.pools["main"].entry.workers) == 2)
+
+    async def silent(attempt: Attempt) -> None:
+        await attempt.cancelled.wait()
+        await attempt.answer()  # wakes up late: nobody believes it
+
+    running.worker.behaviour = silent
+    for _ in range(2):
+        response = await running.ask("demo")
+        assert (response.status_code, response.headers["x-tenantry-worker"]) == (200, "w1")
+    assert other.attempts
+    assert {attempt.cancel_reason for attempt in running.worker.attempts} == {"attempt_given_up"}
+
+
+async def test_a_silent_worker_that_is_the_only_one_is_a_503_with_retry_after(nats_server: EmbeddedNats) -> None:
+    async with cluster(nats_server, accept_timeout_s=0.1, last_accept_timeout_s=0.2) as running:
+
+        async def silent(attempt: Attempt) -> None:
+            await attempt.cancelled.wait()
+
+        running.worker.behaviour = silent
+        response = await running.ask("tone")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unavailable")
+        assert response.headers["retry-after"] == "1"
+        assert [attempt.request.attempt for attempt in running.worker.attempts] == [1, 2, 3]
+
+
+async def test_a_dead_worker_ends_a_begun_stream_with_an_error_event(running: Cluster) -> None:
+    async def begins(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.head()
+        await attempt.token("one")
+
+    running.worker.behaviour = begins
+    text = ""
+    with pytest.raises(httpx.RemoteProtocolError):
+        async with running.streaming() as response:
+            async for piece in response.aiter_text():
+                text += piece
+                await running.worker.die()
+    assert '"code":"worker_lost"' in text
+
+
+async def test_a_request_of_a_dead_worker_that_had_sent_nothing_is_served_elsewhere(running: Cluster) -> None:
+    other = await running.second_worker()
+    await running.registry.put_pool(pool_entry(mount("tone", "sales"), workers=("w0", "w1")))
+    await until(lambda: len(running.router.table.pools["main"].entry.workers) == 2)
+
+    async def begins(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.head(content_type="application/json")
+        await attempt.say(FrameKind.BODY, b'{"half":')
+        await running.worker.die()
+
+    running.worker.behaviour = begins
+    responses = [await running.ask("demo") for _ in range(2)]
+    assert [response.status_code for response in responses] == [200, 200]
+    assert running.worker.attempts
+    assert len(other.attempts) == 2
+
+
+async def test_a_restarted_worker_is_told_by_its_new_incarnation(running: Cluster) -> None:
+    async def begins(attempt: Attempt) -> None:
+        await attempt.accept()
+        running.worker.incarnation = "01B"
+        running.worker.behaviour = answers
+        await running.worker.report()
+
+    running.worker.behaviour = begins
+    response = await running.ask("tone")
+    assert (response.status_code, response.json()["attempt"]) == (200, 2)
+
+
+async def test_a_worker_that_falls_silent_is_given_up(nats_server: EmbeddedNats) -> None:
+    async with cluster(nats_server, progress_timeout_s=0.5) as running:
+
+        async def falls_silent(attempt: Attempt) -> None:
+            await attempt.accept()
+            if attempt.request.attempt == 2:
+                await attempt.answer_after_accept()
+
+        Attempt.answer_after_accept = _answer_after_accept  # type: ignore[attr-defined]
+        running.worker.behaviour = falls_silent
+        response = await running.ask("tone")
+        assert (response.status_code, running.worker.attempts[0].cancel_reason) == (200, "attempt_given_up")
+
+
+async def _answer_after_accept(attempt: Attempt) -> None:
+    await attempt.head(content_type="application/json")
+    await attempt.say(FrameKind.BODY, b"{}")
+    await attempt.end()
+
+
+async def test_progress_without_tokens_ends_at_the_inter_token_deadline(nats_server: EmbeddedNats) -> None:
+    async with cluster(nats_server, inter_token_timeout_s=0.5) as running:
+
+        async def stalls(attempt: Attempt) -> None:
+            await attempt.accept()
+            await attempt.head()
+            await attempt.token("one")
+            while not attempt.cancelled.is_set():
+                await attempt.progress()
+                await asyncio.sleep(0.05)
+
+        running.worker.behaviour = stalls
+        text, incomplete = await cut(running.streaming())
+        assert incomplete
+        assert '"code":"deadline_exceeded"' in text
+
+
+async def test_a_client_that_goes_away_cancels_the_attempt_at_once(running: Cluster) -> None:
+    async def endless(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.head()
+        while not attempt.cancelled.is_set():
+            await attempt.token("more")
+            await asyncio.sleep(0.01)
+
+    running.worker.behaviour = endless
+    async with running.streaming() as response:
+        await anext(response.aiter_lines())
+    await asyncio.wait_for(running.worker.attempts[0].cancelled.wait(), 2)
+    assert running.worker.attempts[0].cancel_reason == "client_gone"
+
+
+async def test_a_client_that_goes_away_before_the_first_byte_cancels_too(running: Cluster) -> None:
+    async def queued(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.cancelled.wait()
+
+    running.worker.behaviour = queued
+    with pytest.raises(httpx.ReadTimeout):
+        await running.ask("tone", timeout=0.5)
+    await until(lambda: running.worker.attempts[0].cancel_reason == "client_gone")
+
+
+async def test_a_client_that_does_not_read_is_cut_off_within_bounds(nats_server: EmbeddedNats) -> None:
+    async with cluster(nats_server, answer_buffer_bytes=100_000) as running:
+
+        async def floods(attempt: Attempt) -> None:
+            await attempt.accept()
+            await attempt.head()
+            while not attempt.cancelled.is_set():
+                await attempt.token("x" * 50_000)
+                await asyncio.sleep(0)
+
+        running.worker.behaviour = floods
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=1024)
+        body = b'{"model":"tone","stream":true}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-sales\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await until(lambda: running.worker.attempts)
+        await asyncio.wait_for(running.worker.attempts[0].cancelled.wait(), 20)
+        writer.close()
+        assert reader is not None
+
+
+async def test_a_nats_restart_in_mid_stream_cuts_nothing(running: Cluster) -> None:
+    restarted = asyncio.Event()
+
+    async def spans(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.head()
+        await attempt.token("a")
+        await restarted.wait()
+        for text in DONE[1:]:
+            await attempt.token(text)
+        await attempt.end()
+
+    running.worker.behaviour = spans
+    text = ""
+    async with running.streaming() as response:
+        async for piece in response.aiter_text():
+            text += piece
+            if not restarted.is_set():
+                await running.nats.kill()
+                await until(lambda: not running.registry.bus.connected)
+                refused = await running.ask("tone")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "bus_unavailable")
+                assert refused.headers["retry-after"]
+                assert (await running.client.get("/ready")).status_code == 503
+                await running.nats.start()
+                await until(lambda: running.registry.bus.connected)
+                restarted.set()
+    assert events(text) == DONE
+
+    async def served() -> bool:
+        running.worker.behaviour = answers
+        return (await running.ask("tone")).status_code == 200
+
+    await until(served)
+
+
+async def test_frames_lost_in_an_outage_are_asked_for_after_the_reconnect(running: Cluster) -> None:
+    restarted = asyncio.Event()
+
+    async def loses(attempt: Attempt) -> None:
+        frames = whole(attempt)
+        await attempt.send(*frames[:3])
+        await restarted.wait()
+
+    running.worker.behaviour = loses
+    text = ""
+    async with running.streaming() as response:
+        async for piece in response.aiter_text():
+            text += piece
+            if not restarted.is_set():
+                await running.nats.kill()
+                await running.nats.start()
+                restarted.set()
+    assert events(text) == DONE
+
+
+async def test_load_reports_decide_which_worker_gets_a_base_request(running: Cluster) -> None:
+    other = await running.second_worker()
+    await running.registry.put_pool(pool_entry(mount("tone", "sales"), workers=("w0", "w1")))
+    await until(lambda: len(running.router.table.pools["main"].entry.workers) == 2)
+    await running.worker.report(in_flight=6)
+    await other.report(in_flight=1)
+    await until(lambda: len([peer for peer in running.router.fleet.peers.values() if peer.report]) == 2)
+    for _ in range(4):
+        assert (await running.ask("demo")).headers["x-tenantry-worker"] == "w1"
