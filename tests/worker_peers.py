@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from ulid import ULID
 
-from services.worker import __main__ as worker_main
 from services.worker.governor import Governor
 from services.worker.scripted_engine import ScriptedEngine, ScriptedSettings
 from services.worker.settings import EngineKind, WorkerSettings
+from services.worker.worker import Worker
 from shared.bus import Bucket, Bus, BusSettings, Message, Objects, connect, ensure_stream, open_bucket, open_objects, publish_durable
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import adapters, admin, inference, state, usage, workers
@@ -355,7 +355,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 class WorkerHere:
     """A whole worker with the scripted engine in this process, on a connection of its own."""
 
-    def __init__(self, worker: worker_main.Worker, engine: ScriptedEngine, governor: Governor, bus: Bus, stop: Stop) -> None:
+    def __init__(self, worker: Worker, engine: ScriptedEngine, governor: Governor, bus: Bus, stop: Stop) -> None:
         self.worker = worker
         self.engine = engine
         self.governor = governor
@@ -390,7 +390,7 @@ async def worker_here(
     await scripted.start()
     stop = Stop()
     bus = await connect(BusSettings(url=nats.url, name=f"worker-{worker_id}"))
-    worker = worker_main.Worker(values, scripted, governor, bus, folder)
+    worker = Worker(values, scripted, governor, bus, folder)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(worker.run(stop))

@@ -86,6 +86,7 @@ class ArtifactCache:
         try:
             got_bytes = await self._source.get_file(name, work / _TAR_NAME, sha256=sha256, limit_bytes=size_bytes)
             await anyio.to_thread.run_sync(_unpack, work / _TAR_NAME, work, got_bytes * _UNPACKED_LIMIT_FACTOR)
+            await anyio.to_thread.run_sync(_settle, work)
             work.rename(target)
         finally:
             await anyio.to_thread.run_sync(_delete, work)
@@ -128,6 +129,16 @@ def _unpack(archive: Path, into: Path, limit_bytes: int) -> None:
     except (tarfile.TarError, OSError) as error:
         raise LoadFailed(f"the artifact cannot be unpacked: {type(error).__name__}", reason="bad_artifact") from error
     archive.unlink()
+
+
+def _settle(folder: Path) -> None:
+    """On disk before the folder gets its final name: after a power cut a name still stands for whole files."""
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _size_bytes(folder: Path) -> int:

@@ -62,7 +62,7 @@ class Outbox:
         *,
         stream_limit_bytes: int = 1 << 20,
         total_limit_bytes: int = 256 << 20,
-        patience_s: float = 10.0,
+        patience_s: float = 30.0,
         keep_ended_s: float = 30.0,
     ) -> None:
         self._publish = publish

@@ -29,7 +29,7 @@ class RouterWatch:
         *,
         interval_s: float = 0.2,
         misses: int = 3,
-        grace_s: float = 1.0,
+        grace_s: float = 2.0,
     ) -> None:
         self._bus = bus
         self._routers = routers

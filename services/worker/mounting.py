@@ -111,7 +111,9 @@ class Mounter:
         give_up_at_s = self._loop.time() + _FETCH_PATIENCE_S
         while True:
             try:
-                return await self._cache.fetch(mount.adapter_id, mount.artifact, mount.artifact_sha256, mount.artifact_bytes)
+                folder = await self._cache.fetch(mount.adapter_id, mount.artifact, mount.artifact_sha256, mount.artifact_bytes)
+                await self._cache.evict()
+                return folder
             except BusUnavailable:
                 if self._loop.time() >= give_up_at_s:
                     raise

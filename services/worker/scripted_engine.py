@@ -51,6 +51,7 @@ class ScriptedEngine:
         self._settings = settings
         self._governor = governor
         self._adapters: dict[str, str] = {}  # adapter_id -> digest of its folder
+        self._rank_classes: dict[str, int] = {}
         self._died = asyncio.Event()
         self._why_dead = ""
         self._description: BaseDescription | None = None
@@ -118,6 +119,7 @@ class ScriptedEngine:
         if adapter_id not in self._adapters and len(self._adapters) >= self._settings.slots:
             raise LoadFailed("no slot is free in the engine", reason="no_free_slot", limit_slots=self._settings.slots)
         self._adapters[adapter_id] = digest
+        self._rank_classes[adapter_id] = next(one for one in self.limits.rank_classes if one >= rank)
         return LoadProof(
             modules_matched=len(self.description.modules), probe_difference=1.0, load_ms=self._settings.load_ms, bytes_loaded=size_bytes
         )
@@ -125,10 +127,11 @@ class ScriptedEngine:
     async def remove_adapter(self, adapter_id: str) -> ReleaseProof:
         if self._governor.in_flight(adapter_id):
             raise LoadFailed("the adapter has requests in flight", reason="in_use")
-        held = self._adapters.pop(adapter_id, None) is not None
+        self._adapters.pop(adapter_id, None)
+        rank_class = self._rank_classes.pop(adapter_id, 0)
         memory = await self.memory()
         return ReleaseProof(
-            slot_bytes_returned=self._slot_bytes() if held else 0,
+            slot_bytes_returned=rank_class * self.limits.bytes_per_rank,
             device_free_bytes_before=memory.free_bytes,
             device_free_bytes_after=memory.free_bytes,
         )
@@ -144,16 +147,13 @@ class ScriptedEngine:
         del self._adapters[adapter_id]
 
     async def memory(self) -> MemoryReport:
-        slots_bytes = self._settings.slots * self._slot_bytes()
+        slots_bytes = self._settings.slots * self._settings.max_rank * self.limits.bytes_per_rank
         return MemoryReport(
             weights_bytes=_WEIGHTS_BYTES,
             slots_bytes=slots_bytes,
             free_bytes=max(0, _TOTAL_BYTES - _WEIGHTS_BYTES - slots_bytes),
             total_bytes=_TOTAL_BYTES,
         )
-
-    def _slot_bytes(self) -> int:
-        return self._settings.max_rank * self.limits.bytes_per_rank
 
 
 def folder_digest(folder: Path) -> tuple[str, int]:

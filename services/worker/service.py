@@ -37,6 +37,7 @@ log = structlog.get_logger()
 
 _SEEN_LIMIT = 65_536
 _CONFIRM_RETRY_S = 0.1
+_CLOSE_LIMIT_S = 2.0
 
 
 class ServiceLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,9 +147,12 @@ class Service:
     async def stop(self, grace_s: float) -> None:
         """Bounces what comes, lets the running attempts finish within grace_s, then aborts them, then sees their frames off."""
         self.stopping = True
-        async with asyncio.TaskGroup() as group:
-            for subject_id in list(self._subscriptions):
-                group.create_task(self.close(subject_id))
+        try:
+            async with asyncio.timeout(_CLOSE_LIMIT_S), asyncio.TaskGroup() as group:
+                for subject_id in list(self._subscriptions):
+                    group.create_task(self.close(subject_id))
+        except TimeoutError:
+            log.warning("worker.intake_not_confirmed_closed")  # the bus is away; what it still delivers is bounced
         if not await self._idle(grace_s):
             count = self.abort(WorkerLost("the worker is stopping and its grace for running requests is over"))
             log.warning("worker.aborted_at_stop", requests=count)
