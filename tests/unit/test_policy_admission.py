@@ -133,6 +133,20 @@ def test_drain_first_of_a_larger_version_asks_only_for_the_difference() -> None:
     assert isinstance(decide(entry, tenant(quota=2 * SLOT - 1), ask("tone", "ad_2", rank=16, drain_first=True), revision=1), QuotaExceeded)
 
 
+def test_who_waits_for_one_that_waits_itself_inherits_its_place() -> None:
+    who = tenant(quota=SLOT)
+    entry = ready(admit(pool(worker(slots=1)), who, ask("tone", "ad_1")), "ad_1")
+    entry = admit(entry, who, ask("tone", "ad_2", drain_first=True))
+    entry = order_drain(entry, ["ad_2"], DrainOrder(), revision=2).pool
+    entry = admit(entry, who, ask("tone", "ad_3", drain_first=True), revision=3)
+    assert entry.mounts["ad_3"].waits_for == "ad_2"
+    left = acknowledge(entry, _drained(entry, "ad_2", 4), revision=4)
+    assert left is not None
+    assert left.orders == ()
+    assert left.pool.mounts["ad_3"].waits_for == "ad_1"
+    assert (slots_held(left.pool, "w1"), held_bytes(left.pool, who.tenant_id)) == (1, SLOT)
+
+
 def test_a_decision_leaves_the_entry_it_was_given_as_it_was() -> None:
     entry = ready(admit(pool(), tenant(), ask("tone", "ad_1")), "ad_1")
     before = msgspec.json.encode(entry)
@@ -197,7 +211,6 @@ class Ledger(RuleBasedStateMachine):
     def begin(self) -> None:
         self.entry = pool(worker("w1", slots=2), worker("w2", slots=1))
         self.revision = 1
-        self.asked = 0
         self.tenants = {"sales": tenant("sales", quota=2 * SLOT, headroom=SLOT, one=2 * SLOT), "cs": tenant("cs", quota=3 * SLOT)}
         self.sent: list[AdapterLoaded | AdapterDrained | AdapterFailed] = []
 
@@ -212,18 +225,47 @@ class Ledger(RuleBasedStateMachine):
         self.entry = change.pool
         self.revision += 1
 
-    @rule(owner=owners, name=names, rank=st.sampled_from([4, 16]), drain_first=st.booleans())
-    def add(self, owner: str, name: str, rank: int, drain_first: bool) -> None:
-        self.asked += 1
-        wanted = ask(name, f"ad_{self.asked}", rank=rank, drain_first=drain_first)
+    def add(self, owner: str, name: str, rank: int, drain_first: bool, number: int) -> None:
+        adapter_id = f"ad_{owner}_{name}_{number}"  # a version that left may come back under its own id
+        if adapter_id in self.entry.mounts:
+            return
         before = msgspec.json.encode(self.entry)
-        outcome = decide(self.entry, self.tenants[owner], wanted, self.revision)
+        outcome = decide(
+            self.entry, self.tenants[owner], ask(name, adapter_id, rank=rank, drain_first=drain_first, version=number), self.revision
+        )
         assert msgspec.json.encode(self.entry) == before
         if isinstance(outcome, Reserved):
             self.entry, self.revision = outcome.pool, self.revision + 1
 
+    @rule(owner=owners, name=names, rank=st.sampled_from([4, 4, 16]), drain_first=st.booleans(), number=st.integers(1, 4))
+    def add_one(self, owner: str, name: str, rank: int, drain_first: bool, number: int) -> None:
+        self.add(owner, name, rank, drain_first, number)
+
+    @rule(number=st.integers(1, 4), drain_first=st.booleans())
+    def upgrade(self, number: int, drain_first: bool) -> None:
+        self.add("sales", "one", 4, drain_first, number)
+
+    @rule()
+    def every_worker_obeys(self) -> None:
+        for adapter_id in sorted(self.entry.mounts):
+            self.obey(adapter_id)
+
+    @rule(data=st.data())
+    def a_worker_obeys(self, data: st.DataObject) -> None:
+        if self.entry.mounts:
+            self.obey(data.draw(st.sampled_from(sorted(self.entry.mounts))))
+
+    def obey(self, adapter_id: str) -> None:
+        mount = self.entry.mounts.get(adapter_id)
+        if mount is not None and mount.state in (AdapterState.LOADING, AdapterState.DRAINING):
+            ack = (_loaded if mount.state is AdapterState.LOADING else _drained)(self.entry, adapter_id, self.revision)
+            self.sent.append(ack)
+            change = acknowledge(self.entry, ack, self.revision)
+            assert change is not None
+            self.take(change)
+
     @rule(data=st.data(), kind=st.sampled_from([_loaded, _drained, _failed]), late=st.booleans())
-    def worker_answers(self, data: st.DataObject, kind: object, late: bool) -> None:
+    def a_worker_answers_anything(self, data: st.DataObject, kind: object, late: bool) -> None:
         if not self.entry.mounts:
             return
         mount = self.entry.mounts[data.draw(st.sampled_from(sorted(self.entry.mounts)))]
@@ -234,13 +276,12 @@ class Ledger(RuleBasedStateMachine):
         if not late:
             self.take(acknowledge(self.entry, ack, self.revision))
 
-    @rule(data=st.data())
-    def an_answer_comes_late_or_again(self, data: st.DataObject) -> None:
-        if self.sent:
-            ack = data.draw(st.sampled_from(self.sent))
+    @rule()
+    def every_answer_so_far_comes_again(self) -> None:
+        for ack in self.sent:
             mount = self.entry.mounts.get(ack.adapter_id)
             change = acknowledge(self.entry, ack, self.revision)
-            if mount is not None and ack.generation <= mount.ordered_after:
+            if mount is None or ack.generation <= mount.ordered_after:
                 assert change is None
             self.take(change)
 
@@ -252,6 +293,9 @@ class Ledger(RuleBasedStateMachine):
             assert adapter_id not in {target for names in self.entry.aliases.values() for target in names.values()}
 
     @rule(worker_id=workers, slots=st.integers(1, 2))
+    def a_worker_starts(self, worker_id: str, slots: int) -> None:
+        self.worker_starts(worker_id, slots)
+
     def worker_starts(self, worker_id: str, slots: int) -> None:
         before = self.entry
         change = worker_arrived(self.entry, worker(worker_id, f"i{self.revision + 1}", slots), BASE, self.revision)
@@ -261,10 +305,13 @@ class Ledger(RuleBasedStateMachine):
         self.take(change)
         assert all(mount.state is not AdapterState.READY for mount in self.entry.mounts.values() if mount.worker_id == worker_id)
 
-    @rule(worker_id=workers)
-    def worker_is_removed(self, worker_id: str) -> None:
+    @rule(worker_id=workers, chance=st.integers(0, 3))
+    def worker_is_removed(self, worker_id: str, chance: int) -> None:
+        if chance:
+            return
         self.take(worker_removed(self.entry, worker_id, self.revision))
         assert all(mount.worker_id != worker_id for mount in self.entry.mounts.values())
+        self.worker_starts(worker_id, 2)
 
     @rule()
     def reconcile(self) -> None:
@@ -307,4 +354,4 @@ class Ledger(RuleBasedStateMachine):
 
 
 TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
