@@ -259,9 +259,15 @@ class Bus:
             if self._client.is_connected:
                 await self._client.drain()
             else:
-                await self._client.close()
-        except (nats.errors.Error, TimeoutError, OSError):
-            await self._client.close()
+                await self._abandon()
+        except (nats.errors.Error, TimeoutError, OSError, RuntimeError):
+            await self._abandon()
+
+    async def _abandon(self) -> None:
+        """Closes without the server. What was still to be sent is dropped first: nats-py would write it to the dead transport."""
+        self._client._pending.clear()  # pyright: ignore[reportPrivateUsage]
+        self._client._pending_data_size = 0  # pyright: ignore[reportPrivateUsage]
+        await self._client.close()
 
     async def _error(self, error: Exception) -> None:
         if not self._opened:
