@@ -117,20 +117,18 @@ def visible_models(table: RouteTable, secret: str, mark: str) -> list[ModelInfo]
 
 def _adapter(table: RouteTable, tenant: Tenant, model: str) -> Route | None:
     """The tenant's adapter of that name (`alias` or `alias@version`), None if it has none of the name."""
-    alias, _, version = model.partition("@")
+    alias, at, version = model.partition("@")
     for pool in table.pools.values():
-        mounts = pool.mounts.get(tenant.name, {}).get(alias, ())
-        if version:
+        mounts = pool.mounts.get(tenant.name, {}).get(alias, [])
+        if at:
             mounts = [mount for mount in mounts if str(mount.version) == version]
+            serving = mounts
         else:
-            serving = pool.entry.aliases.get(tenant.name, {}).get(alias, "")
-            ready = pool.entry.mounts.get(serving)
-            if ready is not None and ready.state is AdapterState.READY:
-                return _route(pool, ready)
-        if version:
-            for mount in mounts:
-                if mount.state is AdapterState.READY:
-                    return _route(pool, mount)
+            adapter_id = pool.entry.aliases.get(tenant.name, {}).get(alias, "")
+            serving = [mount for mount in mounts if mount.adapter_id == adapter_id]
+        for mount in serving:
+            if mount.state is AdapterState.READY:
+                return _route(pool, mount)
         if any(mount.state in _COMING for mount in mounts):
             raise AdapterNotReady(f"the adapter `{model[:128]}` is loading", param="model", retry_after_s=1.0)
     return None

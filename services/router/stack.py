@@ -20,7 +20,7 @@ from services.router.usage import Usage
 from shared.bus import Bucket, Bus, BusUnavailable, Entry, Mirror, open_bucket
 from shared.contracts.state import HEARTBEAT_KEY, POOL_PREFIX, STATE_BUCKET
 from shared.errors import WorkerUnavailable
-from shared.runtime import Stop
+from shared.runtime import Stop, freeze_startup_objects
 
 log = structlog.get_logger()
 
@@ -66,6 +66,7 @@ class Router:
                 for part in (tender.run(), usage.run(), self._follow(bus, freshness))
             ]  # fmt: skip
             serving = tasks.create_task(server.serve(sockets=[self._listener]))
+            freeze_startup_objects()
             log.info("router.started", router_id=self.router_id, host=self.settings.host, port=self._listener.getsockname()[1])
             await stop.wait()
             log.info("router.stopping", reason=stop.reason, active=plane.active)
