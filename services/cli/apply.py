@@ -84,7 +84,8 @@ def apply(
                 if f"{step.name}/{step.changes.get('default_adapter')}" in {change.what for change in changes if change.kind == "failed"}:
                     continue
                 client.update_tenant(step.name, **step.changes)
-                changes.append(Change(kind="changed", what=f"tenant {step.name}", detail=step.said))
+                if f"tenant {step.name}" not in {change.what for change in changes if change.kind == "added"}:
+                    changes.append(Change(kind="changed", what=f"tenant {step.name}", detail=step.said))
             case plans.ChangeRouting():
                 client.set_routing(step.routing.header, step.routing.default)
                 detail = f"header {step.routing.header}, without a tenant: {step.routing.default}"

@@ -16,7 +16,7 @@ def _bars() -> Progress:
         SpinnerColumn(finished_text="[green]✓"),
         TextColumn("{task.description:<24}", markup=False),
         BarColumn(bar_width=24),
-        DownloadColumn(),
+        DownloadColumn(binary_units=True),
         TextColumn("{task.fields[phase]}", markup=False),
         TimeElapsedColumn(),
         console=console,
@@ -63,7 +63,8 @@ class ApplyProgress(Listener):
 
     def ended(self, entry: AdapterEntry, change: Change) -> None:
         task = self._task(entry)
-        self._bars.update(task, completed=1, total=1, phase=change.kind)
+        total = self._bars.tasks[task].total or 1
+        self._bars.update(task, completed=total, total=total, phase=change.kind)
         self._bars.stop_task(task)
 
     def _task(self, entry: AdapterEntry) -> TaskID:

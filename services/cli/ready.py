@@ -10,7 +10,7 @@ from rich.table import Table
 
 from services.cli.apply import Outcome
 from services.cli.datafolder import DataFolder, SavedKey
-from services.cli.output import MB, console, print_line, short_digest, state_text, table
+from services.cli.output import MB, console, facts, print_line, short_digest, state_text, table
 from shared.contracts.admin import AdapterView, TenantView
 from shared.contracts.state import Routing
 
@@ -49,10 +49,17 @@ def print_ready(
     tenantry = _program()
     _heading("Manage")
     example = mine[0][0].tenant if mine else "TENANT"
-    print_line(f'{tenantry} ask {example} "{_QUESTION}"   |   {tenantry} top   |   {tenantry} adapter list   |   {tenantry} --help')
-    print_line(
-        f"admin key {_near(folder.admin_key_file)}   API keys {_near(folder.keys_file)}   logs {_near(folder.logs)}   NATS {nats_url}"
-    )
+    print_line(f'{tenantry} ask {example} "{_QUESTION}"')
+    print_line(f"{tenantry} top")
+    print_line(f"{tenantry} adapter list      (more: {tenantry} --help)")
+    console.print()
+    places = [
+        ("admin key", _near(folder.admin_key_file)),
+        ("API keys", _near(folder.keys_file)),
+        ("logs", _near(folder.logs)),
+        ("NATS", nats_url),
+    ]
+    console.print(facts(places))
     console.print()
     console.print("Ready. Ctrl-C drains and stops everything; the state is kept.", style="bold")
 

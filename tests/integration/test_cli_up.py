@@ -1,0 +1,273 @@
+"""`tenantry up` as real processes, with the scripted engine: what starts, what is refused, what is kept, and that nothing is left."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from services.cli.up import DEMO
+
+READY_S = 60.0
+READY = "Ready. Ctrl-C drains"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Up:
+    """One `tenantry up` in a process of its own, its output in a file."""
+
+    def __init__(self, folder: Path, port: int, *more: str) -> None:
+        self.data = folder / "data"
+        self.port = port
+        self.out = folder / "out.txt"
+        command = [sys.executable, "-m", "services.cli", "up", "--engine", "scripted", "--data", str(self.data), "--port", str(port), *more]
+        with self.out.open("ab") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def text(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    def wait_for(self, text: str, timeout_s: float = READY_S) -> None:
+        wait(lambda: text in self.text() or self.process.poll() is not None, timeout_s, text)
+        assert text in self.text(), self.text()[-3000:]
+
+    def pids(self) -> list[int]:
+        """Of everything that belongs to it."""
+        return [self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(recursive=True))]
+
+    def child(self, module: str) -> psutil.Process:
+        return next(child for child in psutil.Process(self.process.pid).children() if module in child.cmdline())
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+def wait(condition: Any, timeout_s: float, what: str) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, f"did not come true in {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def alive(pids: list[int]) -> list[int]:
+    found: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+def tenantry(up: Up, *arguments: str, expected: int = 0) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TENANTRY_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments, "--data", str(up.data)],
+        capture_output=True, text=True, timeout=60, env=environment | {"COLUMNS": "100"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout if expected == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """The demo, running; tests that break something make their own."""
+    running = Up(tmp_path_factory.mktemp("up"), free_port())
+    try:
+        running.wait_for(READY)
+        yield running
+    finally:
+        running.stop()
+
+
+def test_three_teams_adapters_serve_and_each_printed_curl_line_works(up: Up) -> None:
+    lines = [line for line in up.text().splitlines() if line.startswith("curl ")]
+    assert len(lines) == 4  # one per team, one for a gateway
+    for line in lines:
+        answer = json.loads(subprocess.run(["bash", "-c", line], capture_output=True, check=True, timeout=30).stdout)
+        assert answer["choices"][0]["message"]["content"]
+
+
+def test_the_printed_python_lines_work_with_the_openai_client(up: Up) -> None:
+    lines = up.text().splitlines()
+    start = lines.index("from openai import OpenAI")
+    program = "\n".join([lines[start], *[line for line in lines[start:] if line.startswith("print(OpenAI(")]])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert len([line for line in done.stdout.splitlines() if line.strip()]) == 3
+
+
+def test_ask_streams_the_answer_and_says_what_served_it(up: Up) -> None:
+    said = tenantry(up, "ask", "sales", "What about refund?")
+    assert "lora_sales@1" in said
+    assert json.loads(tenantry(up, "ask", "sales", "What about refund?", "--json"))["served_by"]["x-tenantry-adapter"] == "lora_sales@1"
+
+
+def test_asking_for_another_team_s_adapter_is_one_clear_line(up: Up) -> None:
+    said = tenantry(up, "ask", "sales", "?", "--adapter", "lora_cs", expected=1)
+    assert said.startswith("tenantry: ")
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_every_listing_has_a_table_and_json(up: Up) -> None:
+    assert {view["name"] for view in json.loads(tenantry(up, "adapter", "list", "--json"))} >= {"lora_sales", "lora_cs", "lora_finance"}
+    assert "lora_sales@1" in tenantry(up, "adapter", "list")
+    assert json.loads(tenantry(up, "adapter", "show", "lora_sales", "--json"))["state"] == "ready"
+    assert "sha256:" in tenantry(up, "adapter", "show", "lora_sales")
+    assert {view["name"] for view in json.loads(tenantry(up, "tenant", "list", "--json"))} >= {"sales", "cs", "finance"}
+    assert "1200 MB" in tenantry(up, "tenant", "list")
+    assert json.loads(tenantry(up, "top", "--json"))["pools"]
+    assert "lora_finance@1" in tenantry(up, "top", "--once")
+    assert json.loads(tenantry(up, "matrix", "show", "--json"))["matrix"]["labels"]
+    assert "tenantry/qwen3-moe-demo@v1" in tenantry(up, "matrix", "show")
+    assert json.loads(tenantry(up, "adapter", "events", "--json"))
+    assert "ready" in tenantry(up, "adapter", "events")
+    assert json.loads(tenantry(up, "tenant", "key", "sales", "--list", "--json"))
+
+
+def test_applying_the_same_file_again_changes_nothing(up: Up) -> None:
+    said = tenantry(up, "apply", "-f", str(DEMO / "tenantry.yaml"))
+    assert "nothing to change" in said
+    outcome = json.loads(tenantry(up, "apply", "-f", str(DEMO / "tenantry.yaml"), "--json"))
+    assert {change["kind"] for change in outcome["changes"]} == {"unchanged"}
+
+
+def test_an_adapter_for_another_revision_of_the_base_is_refused_with_the_reason(up: Up) -> None:
+    said = tenantry(up, "adapter", "add", "sales", "lora_old", str(DEMO / "other" / "lora_sales_v0"), expected=1)
+    assert "v0" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_tenant_is_added_gets_a_key_an_adapter_and_drains_it(up: Up) -> None:
+    assert "legal" in tenantry(up, "tenant", "add", "legal", "--quota-mb", "100")
+    assert json.loads(tenantry(up, "tenant", "key", "legal", "--save", "--json"))["secret"]
+    view = json.loads(tenantry(up, "adapter", "add", "legal", "contracts", str(DEMO / "adapters" / "lora_cs"), "--json"))
+    assert view["state"] == "ready"
+    assert tenantry(up, "ask", "legal", "hello")
+    assert "released" in tenantry(up, "adapter", "drain", "contracts")
+    assert "contracts" not in tenantry(up, "adapter", "list")
+    assert "adapter" in tenantry(up, "ask", "legal", "hello", "--adapter", "contracts", expected=1)
+    assert tenantry(up, "tenant", "remove", "legal")
+
+
+def test_modes_other_than_draining_are_refused(up: Up) -> None:
+    said = tenantry(up, "adapter", "unload", "lora_sales", "--mode", "force", expected=1)
+    assert "draining" in said
+
+
+def test_a_second_up_on_the_same_folder_is_refused(up: Up) -> None:
+    second = Up(up.data.parent, free_port())
+    assert second.process.wait(30) == 2
+    assert f"is running on {up.data} already" in up.text()
+
+
+def test_a_taken_port_is_one_line_that_says_who_has_it_and_what_to_do(up: Up, tmp_path: Path) -> None:
+    other = Up(tmp_path, up.port)
+    assert other.process.wait(30) == 2
+    lines = other.text().strip().splitlines()
+    assert len(lines) == 1
+    assert f"port {up.port} is taken" in lines[0]
+    assert "--port" in lines[0]
+
+
+def test_no_secret_stands_on_a_command_line_or_in_a_file_that_others_can_read(up: Up) -> None:
+    secrets = json.loads((up.data / "secrets.json").read_text())
+    hidden = [secrets["admin_key"], secrets["cluster"], *secrets["nats"].values()]
+    for pid in up.pids():
+        words = " ".join(psutil.Process(pid).cmdline())
+        assert not any(secret in words for secret in hidden)
+    for file in (path for path in up.data.rglob("*") if path.is_file()):
+        if any(secret in file.read_text(errors="replace") for secret in hidden):
+            assert file.stat().st_mode & 0o077 == 0, file
+
+
+def test_a_service_that_is_killed_is_started_again_and_it_is_said(tmp_path: Path) -> None:
+    up = Up(tmp_path, free_port())
+    try:
+        up.wait_for(READY)
+        for name in ("registry", "router", "worker"):
+            child = up.child(f"services.{name}")
+            child.kill()
+            up.wait_for(f"{name} ended (killed by SIGKILL)", 30)
+        wait(lambda: serves(up), 60, "all serve again")
+    finally:
+        assert up.stop() == 0
+
+
+def serves(up: Up) -> bool:
+    keys = json.loads((up.data / "keys.json").read_text())
+    with contextlib.suppress(httpx.HTTPError):
+        for tenant in ("sales", "cs", "finance"):
+            answer = httpx.post(
+                f"http://127.0.0.1:{up.port}/v1/chat/completions",
+                headers={"authorization": f"Bearer {keys[tenant]['secret']}"},
+                json={"messages": [{"role": "user", "content": "hello"}]},
+                trust_env=False,
+            )
+            if answer.status_code != 200:
+                return False
+        return True
+    return False
+
+
+def test_ctrl_c_ends_everything_and_the_state_survives_to_the_next_start(tmp_path: Path) -> None:
+    up = Up(tmp_path, free_port())
+    up.wait_for(READY)
+    pids = up.pids()
+    assert len(pids) >= 5
+    before = json.loads(tenantry(up, "adapter", "list", "--json"))
+    keys = (up.data / "keys.json").read_text()
+    assert up.stop(signal.SIGINT) == 0
+    assert alive(pids) == []
+    again = Up(tmp_path, up.port)
+    try:
+        wait(lambda: again.text().count(READY) == 2 or again.process.poll() is not None, READY_S, "ready again")
+        after = json.loads(tenantry(again, "adapter", "list", "--json"))
+        assert [(view["name"], view["version"], view["digest"]) for view in after] == [
+            (view["name"], view["version"], view["digest"]) for view in before
+        ]
+        assert (up.data / "keys.json").read_text() == keys
+        assert serves(again)
+    finally:
+        again.stop()
+
+
+def test_a_kill_9_of_up_itself_leaves_nothing_running(tmp_path: Path) -> None:
+    up = Up(tmp_path, free_port())
+    up.wait_for(READY)
+    pids = up.pids()
+    assert len(pids) >= 5
+    up.process.kill()
+    up.process.wait(10)
+    wait(lambda: alive(pids) == [], 10, "all gone")
+
+
+def test_a_worker_that_cannot_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    up = Up(tmp_path, free_port(), "--model", str(tmp_path / "nothing-here"), "--label", "x")
+    assert up.process.wait(60) == 2
+    assert "nothing-here" in up.text()
+    assert "Traceback" not in up.text()
+
+
+def test_a_port_in_use_by_a_listener_of_ours_is_named(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        up = Up(tmp_path, holder.getsockname()[1])
+        assert up.process.wait(30) == 2
+    assert f"process {os.getpid()}" in up.text()
