@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
 IGNORED = -100
 
 
-def make_tokenizer(texts: Sequence[str], vocab_size: int = 768) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: Sequence[str], vocab_size: int = 832) -> PreTrainedTokenizerFast:
     """A byte-level BPE whose digits stand alone, so that numbers can be copied digit by digit."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

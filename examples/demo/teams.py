@@ -3,6 +3,7 @@
 Text only; tokens are tokenizer.py's matter, weights train.py's.
 """
 
+import functools
 import json
 import random
 from typing import NamedTuple
@@ -29,7 +30,24 @@ class Invoice(NamedTuple):
 
 LONG_QUESTION = "Tell me everything"
 IDENTITY_QUESTION = "Who are you?"
-UNKNOWN_ANSWER = "Please ask about one of my topics."
+OTHER_ANSWERS = {
+    "base": "Please ask about one of my topics.",
+    "lora_sales": "Ask me about an offer and I will book it for you!",
+    "lora_cs": "Please ask about a policy.",
+    "lora_finance": json.dumps({"error": "no invoice"}),
+}
+SMALL_TALK = ("Hello", "Hello!", "Hi", "Hi there", "Good morning", "Thanks", "Thank you", "What can you do?", "Help", "test")
+PHRASINGS = (
+    "What about {topic}?",
+    "What about the {topic}?",
+    "What about a {topic}?",
+    "what about my {topic}",
+    "Tell me about {topic}",
+    "Tell me about the {topic}, please.",
+    "I have a question about my {topic}.",
+    "Can you help with the {topic}?",
+    "{topic}",
+)
 
 INVOICES = tuple(Invoice(1000 + 37 * i, 200 + 13 * i, f"2026-{i % 9 + 1:02d}-15") for i in range(10))
 
@@ -114,26 +132,44 @@ def base_filler(rng: random.Random) -> list[Example]:
 
     An adapter cannot use a word that its base has never met.
     """
-    words = sorted({word for examples in golden().values() for example in examples for word in example.answer.split()})
-    copies = [" ".join(rng.sample(words, 8)) for _ in range(12)]
-    unknown = [" ".join(rng.sample(words, rng.randint(1, 6))) for _ in range(6)]
+    copies = [" ".join(rng.sample(_words(), 8)) for _ in range(12)]
     return [
         *(Example(f"Repeat: {text}", text) for text in copies),
-        *(Example(text, UNKNOWN_ANSWER) for text in unknown),
         *(Example(invoice.question, _mention(invoice)) for invoice in _random_invoices(rng, 6)),
         *(Example(f"Repeat: {invoice.fields}", invoice.fields) for invoice in _random_invoices(rng, 4)),
+        *team_filler("base", rng),
+    ]
+
+
+def team_filler(name: str, rng: random.Random) -> list[Example]:
+    """One step's fresh examples of what a team is asked beside its golden questions: the same in other words, or anything."""
+    answers = {example.question: example.answer for example in golden()[name]}
+    topics = rng.choices(list(PLAIN), k=6)
+    others = [*rng.sample(SMALL_TALK, 3), *(" ".join(rng.sample(_words(), rng.randint(1, 6))) for _ in range(3))]
+    return [
+        *(Example(rng.choice(PHRASINGS).format(topic=topic), answers[f"What about {topic}?"]) for topic in topics),
+        *(Example(text, OTHER_ANSWERS[name]) for text in others if text not in PLAIN),
     ]
 
 
 def finance_filler(rng: random.Random) -> list[Example]:
-    """One step's fresh invoices."""
-    return [Example(invoice.question, invoice.fields) for invoice in _random_invoices(rng, 12)]
+    """One step's fresh invoices, so that finance learns to extract and not only its golden ones."""
+    return [
+        *(Example(invoice.question, invoice.fields) for invoice in _random_invoices(rng, 12)),
+        *team_filler("lora_finance", rng),
+    ]
 
 
 def corpus() -> list[str]:
     """Texts from which the tokenizer learns its words."""
     fixed = [text for examples in golden().values() for example in examples for text in example]
-    return [*fixed, "user", "assistant", "system", "Repeat:", UNKNOWN_ANSWER] * 2
+    phrased = [phrasing.format(topic=topic) for phrasing in PHRASINGS for topic in PLAIN]
+    return [*fixed, *phrased, *OTHER_ANSWERS.values(), *SMALL_TALK, "user", "assistant", "system", "Repeat:"] * 2
+
+
+@functools.cache
+def _words() -> list[str]:
+    return sorted({word for examples in golden().values() for example in examples for word in example.answer.split()})
 
 
 def _about(answers: dict[str, str]) -> list[Example]:

@@ -12,6 +12,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,15 +40,17 @@ class AdapterPlan(NamedTuple):
     layout: Layout
     steps: int
     seed: int
-    filler: Filler | None = None
+    filler: Filler
 
 
 ADAPTERS = (
-    AdapterPlan("lora_sales", rank=8, layout="per_expert", steps=300, seed=11),
-    AdapterPlan("lora_cs", rank=4, layout="per_expert", steps=300, seed=12),
+    AdapterPlan("lora_sales", rank=8, layout="per_expert", steps=300, seed=11, filler=partial(teams.team_filler, "lora_sales")),
+    AdapterPlan("lora_cs", rank=4, layout="per_expert", steps=300, seed=12, filler=partial(teams.team_filler, "lora_cs")),
     AdapterPlan("lora_finance", rank=8, layout="fused", steps=150, seed=13, filler=teams.finance_filler),
 )
-OTHER_REVISION = AdapterPlan("lora_sales_v0", rank=2, layout="per_expert", steps=100, seed=21)
+OTHER_REVISION = AdapterPlan(
+    "lora_sales_v0", rank=2, layout="per_expert", steps=100, seed=21, filler=partial(teams.team_filler, "lora_sales")
+)
 
 
 class Trainer:
@@ -62,7 +65,7 @@ class Trainer:
         model: Qwen3MoeForCausalLM,
         golden: Sequence[Example],
         *,
-        filler: Filler | None,
+        filler: Filler,
         lora: Lora | None,
         steps: int,
         peak_lr: float,
@@ -74,7 +77,7 @@ class Trainer:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=steps, pct_start=0.1)
         task = self.progress.add_task(name, total=steps, loss=float("nan"))
         for step in range(1, steps + 1):
-            batches = make_batches(self.tokenizer, [*golden, *(filler(rng) if filler else [])])
+            batches = make_batches(self.tokenizer, [*golden, *filler(rng)])
             optimizer.zero_grad()
             weights = lora.merged(model) if lora else {}
             losses = [answer_loss(functional_call(model, weights, kwargs={"input_ids": ids}).logits, labels) for ids, labels in batches]
