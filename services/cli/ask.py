@@ -9,7 +9,7 @@ import typer
 
 from services.cli import access
 from services.cli.client import ClientError
-from services.cli.output import console, print_json
+from services.cli.output import console, print_json, short_digest
 
 
 def ask(
@@ -61,7 +61,10 @@ def _show(response: httpx.Response) -> None:
     adapter = response.headers.get("x-tenantry-adapter", "")
     digest = response.headers.get("x-tenantry-digest", "")
     base = response.headers.get("x-tenantry-base", "")
-    served = f"{adapter} {digest[:19]} on {base[:40]}" if adapter else base
+    label, _, identity = base.rpartition("@")
+    served = f"{label}@{identity[:12]}"
+    if adapter:
+        served = f"{adapter} ({short_digest(digest)}) on {served}"
     console.print(served, style="dim", markup=False)
 
 

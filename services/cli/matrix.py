@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from services.cli import access
-from services.cli.output import console, print_json, print_line, short_digest, table
+from services.cli.output import console, print_json, print_line, short_digest
 
 app = typer.Typer(no_args_is_help=True, help="Which adapters go with which base.")
 
@@ -22,15 +22,19 @@ def show(data: access.DataOption = access.DATA, url: access.UrlOption = "", as_j
     if as_json:
         print_json({"matrix": matrix, "bases": [pool.get("base", "") for pool in pools]})
         return
-    console.print(table(("base in service",), [(str(pool.get("base", "")),) for pool in pools]))
-    console.print()
-    console.print(table(("label", "base"), [(label, base) for label, bases in sorted(matrix.labels.items()) for base in bases]))
+    console.print("bases in service", style="bold")
+    for pool in pools:
+        print_line(f"  {pool.get('base', '')}")
+    console.print("labels", style="bold")
+    for label, bases in sorted(matrix.labels.items()):
+        print_line(f"  {label}")
+        for base in bases:
+            print_line(f"    -> {base}")
     if matrix.pairs:
-        console.print()
-        rows = [
-            (short_digest(pair.adapter_digest), pair.base, "allowed" if pair.allowed else "refused", pair.note) for pair in matrix.pairs
-        ]
-        console.print(table(("adapter", "base", "verdict", "note"), rows))
+        console.print("pairs", style="bold")
+    for pair in matrix.pairs:
+        verdict = "allowed" if pair.allowed else "refused"
+        print_line(f"  {pair.adapter_digest} {verdict} on {pair.base}" + (f" ({pair.note})" if pair.note else ""))
 
 
 @app.command("alias")

@@ -57,7 +57,7 @@ def picture(view: dict[str, Any], rates: Rates) -> Group:
     """Of one answer of /admin/v1/top."""
     parts: list[Any] = []
     for pool in view.get("pools", []):
-        parts.append(Text.assemble(("base ", "bold"), str(pool.get("base", ""))[:60]))
+        parts.append(Text.assemble(("base ", "bold"), _short_base(str(pool.get("base", "")))))
         parts.append(table(_WORKER_COLUMNS, [_worker_row(worker) for worker in pool.get("workers", [])], right=_WORKER_COLUMNS[2:]))
         rows = [_mount_row(mount, rates) for mount in _sorted(pool.get("mounts", []))]
         rows.append(_base_row(pool.get("workers", []), rates))
@@ -117,6 +117,11 @@ def _base_row(workers: list[dict[str, Any]], rates: Rates) -> tuple[str | Text, 
         f"{rates.get('', 0.0):.0f}",
         "",
     )  # fmt: skip
+
+
+def _short_base(identity: str) -> str:
+    label, _, digest = identity.rpartition("@")
+    return f"{label}@{digest[:12]}"
 
 
 def _report(worker: dict[str, Any]) -> WorkerReport | None:

@@ -229,7 +229,7 @@ class UpSession:
             self._supervisor.child("router").proven = True
             self._supervisor.child("registry").proven = True
             self._say(f"registry; router on {self._options.url}", started_at)
-            model = Path(self._options.model).name
+            model = self._options.label or Path(self._options.model).name
             while not self._supervisor.worker_ready.is_set():
                 status.update(f"worker: {_engine_name(self._options.engine)} loads {model} ({loop.time() - started_at:.0f} s)")
                 with contextlib.suppress(TimeoutError):

@@ -161,7 +161,7 @@ def test_a_tenant_is_added_gets_a_key_an_adapter_and_drains_it(up: Up) -> None:
     assert tenantry(up, "ask", "legal", "hello")
     assert "released" in tenantry(up, "adapter", "drain", "contracts")
     assert "contracts" not in tenantry(up, "adapter", "list")
-    assert "adapter" in tenantry(up, "ask", "legal", "hello", "--adapter", "contracts", expected=1)
+    assert "contracts" in tenantry(up, "ask", "legal", "hello", "--adapter", "contracts", expected=1)
     assert tenantry(up, "tenant", "remove", "legal")
 
 
