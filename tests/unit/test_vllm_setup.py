@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.worker import vllm_app
 from services.worker import vllm_setup as setup
 from services.worker.vllm_adapters import largest_difference, probe_prompt
 from services.worker.vllm_setup import VllmModules, VllmSettings
@@ -168,12 +169,12 @@ def test_engine_arguments_of_the_operator_come_over_ours() -> None:
     assert (arguments.quantization, arguments.block_size, arguments.max_model_len) == ("fp8", 64, 64)
     assert arguments.max_loras == arguments.max_cpu_loras == 3  # so that no adapter is ever evicted
     assert arguments.enable_prefix_caching and arguments.enforce_eager
-    assert setup.application_arguments(modules(), asked, Path("/m"), "b").tool_call_parser == "hermes"
+    assert vllm_app.application_arguments(modules(), asked, Path("/m"), "b").tool_call_parser == "hermes"
 
 
 def test_an_argument_that_vllm_does_not_know_is_named_before_anything_starts() -> None:
     with pytest.raises(StartFailed, match="`max_lora`"):
-        setup.application_arguments(modules(), settings(engine_args={"max_lora": 3}), Path("/m"), "b")
+        vllm_app.application_arguments(modules(), settings(engine_args={"max_lora": 3}), Path("/m"), "b")
 
 
 def test_a_rank_that_vllm_has_no_kernels_for_is_refused() -> None:
@@ -215,7 +216,7 @@ def test_the_environment_is_quiet_offline_and_closed(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_the_endpoints_follow_from_what_the_engine_can_do(tasks: tuple[str, ...], served: tuple[str, ...]) -> None:
-    assert setup.endpoints(tasks) == served
+    assert vllm_app.endpoints(tasks) == served
 
 
 def test_a_probe_is_the_same_tokens_every_time_within_the_vocabulary() -> None:
