@@ -24,7 +24,7 @@ from shared.contracts.adapters import (
 )
 from shared.contracts.base import BaseDescription, EngineLimits
 from shared.contracts.errors import ErrorInfo, to_error
-from shared.errors import TenantryError
+from shared.errors import NotFound, TenantryError
 from shared.runtime import Stop, end
 from tests import adapters_factory as factory
 from tests.waiting import until_async
@@ -96,7 +96,10 @@ class Admin:
 
         async def is_there() -> bool:
             nonlocal view
-            view = await self.show(tenant, name, version)
+            try:
+                view = await self.show(tenant, name, version)
+            except NotFound:
+                return False
             return view.state in states
 
         await until_async(is_there, what=f"{tenant}/{name} is one of {states}")

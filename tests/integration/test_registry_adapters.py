@@ -63,7 +63,7 @@ async def test_the_same_bytes_twice_are_one_version(bus: Bus, tmp_path: Path) ->
 
 
 async def test_the_same_bytes_uploaded_many_times_at_once_are_one_version(bus: Bus, tmp_path: Path) -> None:
-    async with small_cluster(bus) as (manager, worker):
+    async with small_cluster(bus) as (manager, _worker):
         await manager.tenant("sales")
         folder = adapter(tmp_path)
         async with asyncio.TaskGroup() as group:

@@ -121,7 +121,7 @@ async def test_the_matrix_can_forbid_a_pair_and_is_looked_up_before_the_weights(
 
 
 async def test_a_pair_that_was_forbidden_later_is_not_mounted_again(bus: Bus, tmp_path: Path) -> None:
-    async with small_cluster(bus) as (manager, worker):
+    async with small_cluster(bus) as (manager, _worker):
         await manager.tenant("sales")
         view = await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
         await manager.ask(admin.UnloadAdapter(tenant="sales", name="tone", wait_s=10.0))
