@@ -1,6 +1,7 @@
 """How a service process runs: uvloop, signals turned into a stop event, one-line start errors, exit codes."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -83,6 +84,17 @@ def run_service(name: str, kind: type[T], main: Callable[[T, Stop], Awaitable[No
             logger.error("service.failed", code=error.code, message=error.message, **error.fields)
             sys.stderr.write(f"{name}: {error.message}\n")
         raise SystemExit(1) from None
+
+
+def freeze_startup_objects() -> None:
+    """Takes what lives as long as the process out of the garbage collector's sight. Call once, when everything has started.
+
+    A full collection walks through every library's objects: 30 ms in a router, several 100 ms beside an engine, and no stream moves
+    meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 def _leaves(group: BaseExceptionGroup[TenantryError]) -> list[TenantryError]:
