@@ -182,12 +182,12 @@ class FakeWorker:
 
 
 @asynccontextmanager
-async def running_registry(bus: Bus, settings: RegistrySettings = QUICK) -> AsyncIterator[None]:
-    """A registry in this process; gone when the block ends."""
+async def running_registry(bus: Bus, settings: RegistrySettings = QUICK, asked_by: Bus | None = None) -> AsyncIterator[None]:
+    """A registry in this process, asked over the other bus if given; gone when the block ends."""
     stop = Stop()
     async with asyncio.TaskGroup() as group:
         group.create_task(serve(bus, settings, stop))
-        await until_async(lambda: _answers(bus), what="the registry answers")
+        await until_async(lambda: _answers(asked_by or bus), what="the registry answers")
         try:
             yield
         finally:
