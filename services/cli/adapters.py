@@ -151,7 +151,7 @@ def events(
         (
             event.at[:19].replace("T", " "),
             event.tenant,
-            f"{event.name}@{event.version}",
+            f"{event.name}@{event.version}" if event.version else event.name,
             state_text(event.state),
             event.error.message if event.error else "",
         )

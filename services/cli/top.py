@@ -11,7 +11,7 @@ from rich.text import Text
 
 from services.cli import access
 from services.cli.client import ClientError
-from services.cli.output import console, megabytes, print_json, short_digest, state_text, table
+from services.cli.output import console, megabytes, print_json, state_text, table
 from shared.contracts.adapters import Mount
 from shared.contracts.workers import AdapterUse, WorkerReport
 
@@ -61,12 +61,12 @@ def picture(view: dict[str, Any], rates: Rates) -> Group:
         parts.append(table(_WORKER_COLUMNS, [_worker_row(worker) for worker in pool.get("workers", [])], right=_WORKER_COLUMNS[2:]))
         rows = [_mount_row(mount, rates) for mount in _sorted(pool.get("mounts", []))]
         rows.append(_base_row(pool.get("workers", []), rates))
-        parts += [Text(""), table(_ADAPTER_COLUMNS, rows, right=_ADAPTER_COLUMNS[4:])]
+        parts += [Text(""), table(_ADAPTER_COLUMNS, rows, right=_ADAPTER_COLUMNS[3:])]
     return Group(*(parts or [Text("no worker has come up yet")]))
 
 
 _WORKER_COLUMNS = ("worker", "state", "in flight", "waiting", "slots", "weights", "adapters", "free memory", "tokens/s")
-_ADAPTER_COLUMNS = ("tenant", "adapter", "state", "digest", "in flight", "waiting", "requests", "tokens", "tokens/s", "VRAM")
+_ADAPTER_COLUMNS = ("tenant", "adapter", "state", "in flight", "waiting", "requests", "tokens", "tokens/s", "VRAM")
 
 
 def _worker_row(worker: dict[str, Any]) -> tuple[str | Text, ...]:
@@ -99,7 +99,6 @@ def _mount_row(shown: dict[str, Any], rates: Rates) -> tuple[str | Text, ...]:
         mount.tenant,
         f"{mount.name}@{mount.version}{mark}",
         state_text(mount.state),
-        short_digest(mount.digest),
         *counts,
         f"{rates.get(mount.adapter_id, 0.0):.0f}",
         megabytes(mount.slot_bytes),
@@ -109,7 +108,7 @@ def _mount_row(shown: dict[str, Any], rates: Rates) -> tuple[str | Text, ...]:
 def _base_row(workers: list[dict[str, Any]], rates: Rates) -> tuple[str | Text, ...]:
     uses = [report.base for report in map(_report, workers) if report is not None]
     return (
-        "-", "(base)", "", "",
+        "-", "(base)", "",
         str(sum(use.in_flight for use in uses)),
         str(sum(use.waiting for use in uses)),
         str(sum(use.requests for use in uses)),
