@@ -15,7 +15,7 @@ from services.worker.settings import EngineKind, WorkerSettings
 from services.worker.worker import Worker
 from shared.bus import connect_with_patience, settings_from
 from shared.errors import StartFailed
-from shared.runtime import Stop, run_service
+from shared.runtime import Stop, freeze_startup_objects, run_service
 
 log = structlog.get_logger()
 
@@ -72,6 +72,7 @@ async def main(settings: WorkerSettings, stop: Stop) -> None:
     engine = make_engine(settings, governor, cache_dir)
     try:
         await _unless_stopped(engine.start(), stop)
+        freeze_startup_objects()
         bus = await _unless_stopped(connect_with_patience(settings_from(os.environ, "worker"), settings.nats_patience_s), stop)
         if bus is not None:
             try:
