@@ -41,7 +41,7 @@ _CLOSE_LIMIT_S = 2.0
 
 
 class ServiceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    max_running: int = 512  # attempts at once; over it a request is bounced "full"
+    max_running: int = 1024  # attempts at once; over it a request is bounced "full"
     freeze_limit_s: float = 2.0  # after standing still this long, what is read until we have caught up is bounced "stale"
     silence_limit_s: float = 5.0  # routers give up on an attempt after this long; standing still longer aborts it
 
