@@ -132,9 +132,13 @@ class Client:
         with tempfile.TemporaryDirectory(prefix="tenantry-") as scratch:
             archive = path
             if path.is_dir():
-                archive = Path(scratch) / f"{name}.tar"
+                archive = Path(scratch) / "adapter.tar"
                 pack(path, archive)
             size = archive.stat().st_size
+            if not size:
+                raise ClientError(
+                    f"{path} is an empty file, not an adapter's archive", status=400, peer_code="adapter_rejected", reason="empty"
+                )
             return self._send(
                 "POST",
                 f"/adapters/{tenant}/{name}",
