@@ -1,10 +1,7 @@
 """`python -m services.router`: builds the real bus, table, planes and server, and stops them in order."""
 
 import os
-from typing import cast
 
-import msgspec
-import structlog
 from ulid import ULID
 
 from services.router.settings import RouterSettings
@@ -12,11 +9,8 @@ from services.router.stack import Router
 from shared.bus import connect_with_patience, settings_from
 from shared.runtime import Stop, run_service
 
-log = structlog.get_logger()
 
-
-async def main(values: msgspec.Struct, stop: Stop) -> None:
-    settings = cast(RouterSettings, values)
+async def main(settings: RouterSettings, stop: Stop) -> None:
     router_id = settings.router_id or "r_" + str(ULID())
     router = Router(settings, router_id)
     router.listen()

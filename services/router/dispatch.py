@@ -33,7 +33,7 @@ from shared.contracts.inference import (
     router_ping_subject,
 )
 from shared.contracts.workers import REPORTS_SUBJECT, decode_report
-from shared.errors import Cancelled, InternalError, Overloaded, TenantryError, WorkerLost, WorkerUnavailable
+from shared.errors import AdapterNotReady, Cancelled, InternalError, Overloaded, TenantryError, WorkerLost, WorkerUnavailable
 
 log = structlog.get_logger()
 
@@ -88,7 +88,7 @@ class Dispatcher:
         avoid: set[str] = set()
         losses = 0
         bounces = 0
-        patience_until_s = 0.0
+        patience_until_s: float | None = None
         while True:
             worker = self.fleet.pick(exchange.route.workers, avoid)
             if worker is None:
@@ -108,9 +108,9 @@ class Dispatcher:
                 raise self.stopping
             avoid.add(worker.worker_id)
             self.metrics.redispatches += 1
+            if patience_until_s is None:
+                patience_until_s = loop.time() + self.settings.bounce_patience_s
             if isinstance(answer.error, Bounced | NoResponder):
-                if bounces == 0:
-                    patience_until_s = loop.time() + self.settings.bounce_patience_s
                 pause_s = min(_PAUSE_S * 2**bounces, _LONGEST_PAUSE_S)
                 bounces += 1
                 exchange.route = await self._reroute(exchange, exchange.route, avoid, version, pause_s, patience_until_s, answer.error)
@@ -118,19 +118,42 @@ class Dispatcher:
             losses += 1
             if losses >= self.settings.attempts:
                 raise WorkerUnavailable("no worker that holds this model answers now", retry_after_s=1.0) from answer.error
-            exchange.route = resolve(self.table, exchange.secret, exchange.mark, exchange.model)
+            exchange.route = await self._resolve_again(exchange, patience_until_s)
+
+    async def _resolve_again(self, exchange: Exchange, until_s: float) -> Route:
+        """What the request resolves to now; a model that is on its way back (its worker restarts) is waited for.
+
+        :raises TenantryError: what the client is to be told, e.g. adapter_not_found once it drains.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            version = self.table.version
+            try:
+                return resolve(self.table, exchange.secret, exchange.mark, exchange.model)
+            except (AdapterNotReady, WorkerUnavailable):
+                left_s = until_s - loop.time()
+                if left_s <= 0 or exchange.gone or self.stopping is not None:
+                    raise
+            await self.table.wait_changed(version, min(left_s, _LONGEST_PAUSE_S))
 
     async def _reroute(
-        self, exchange: Exchange, route: Route, avoid: set[str], version: int, pause_s: float, until_s: float, why: TenantryError
+        self,
+        exchange: Exchange,
+        route: Route,
+        avoid: set[str],
+        version: int,
+        pause_s: float,
+        until_s: float,
+        why: TenantryError,
     ) -> Route:
         """The route once it, or a worker of it, is another; or the same again after pause_s.
 
-        :raises TenantryError: what the request resolves to now (draining: adapter_not_found), or worker_unavailable after until_s.
+        :raises TenantryError: as _resolve_again; worker_unavailable after until_s.
         """
         loop = asyncio.get_running_loop()
         pause_until_s = loop.time() + pause_s
         while True:
-            fresh = resolve(self.table, exchange.secret, exchange.mark, exchange.model)
+            fresh = await self._resolve_again(exchange, until_s)
             if fresh.handle != route.handle:
                 avoid.clear()
                 return fresh

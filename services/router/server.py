@@ -38,8 +38,8 @@ class JoinedWrites:
 
     def _flush(self) -> None:
         pieces = self._pieces
-        if pieces:
-            self._pieces = []
+        self._pieces = []
+        if pieces and not self.is_closing():
             self._inner.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def close(self) -> None:

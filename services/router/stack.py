@@ -20,7 +20,7 @@ from services.router.usage import Usage
 from shared.bus import Bucket, Bus, BusUnavailable, Entry, Mirror, open_bucket
 from shared.contracts.state import HEARTBEAT_KEY, POOL_PREFIX, STATE_BUCKET
 from shared.errors import WorkerUnavailable
-from shared.runtime import Stop, freeze_startup_objects
+from shared.runtime import Stop, end, freeze_startup_objects
 
 log = structlog.get_logger()
 
@@ -61,20 +61,17 @@ class Router:
         self._gauges(plane, usage, freshness, bus)
         await dispatcher.start()
         async with asyncio.TaskGroup() as tasks:
-            background = [
-                tasks.create_task(part)
-                for part in (tender.run(), usage.run(), self._follow(bus, freshness))
-            ]  # fmt: skip
+            background = [tasks.create_task(tender.run()), tasks.create_task(usage.run())]
+            background.append(tasks.create_task(self._follow(bus, freshness, tasks, background)))
             serving = tasks.create_task(server.serve(sockets=[self._listener]))
-            freeze_startup_objects()
             log.info("router.started", router_id=self.router_id, host=self.settings.host, port=self._listener.getsockname()[1])
+            freeze_startup_objects()
             await stop.wait()
             log.info("router.stopping", reason=stop.reason, active=plane.active)
             app.stopping = True
             await self._drain(server, serving, plane, dispatcher)
             await usage.flush(2.0)
-            for task in background:
-                task.cancel()
+            await end(background)
         await bus.close()
         log.info("router.stopped", router_id=self.router_id)
 
@@ -94,12 +91,12 @@ class Router:
             server.force_exit = True
             await serving
 
-    async def _follow(self, bus: Bus, freshness: Freshness) -> None:
+    async def _follow(self, bus: Bus, freshness: Freshness, tasks: asyncio.TaskGroup, background: "list[asyncio.Task[None]]") -> None:
+        """Keeps the table current once there is a bucket to follow."""
         bucket = await _opened(bus)
         self.mirror = Mirror(bus, bucket, self._changed)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.mirror.run())
-            tasks.create_task(freshness.run(bucket, self.mirror.synced))
+        background.append(tasks.create_task(self.mirror.run()))
+        background.append(tasks.create_task(freshness.run(bucket, self.mirror.synced)))
 
     def _changed(self, key: str, entry: Entry | None) -> None:
         if key == HEARTBEAT_KEY:

@@ -19,6 +19,7 @@ log = structlog.get_logger()
 _KEPT = 20_000  # outcomes held for a stream that does not answer; beyond, the oldest is dropped and counted
 _AGAIN_S = 2.0
 _TICK_S = 0.2
+_AGAIN_PER_TICK = 256
 
 
 class _Stored(msgspec.Struct):
@@ -79,10 +80,15 @@ class Usage:
         new, self._new = self._new, []
         for outcome in new:
             self._number += 1
-            self._waiting[str(self._number)] = (encode(outcome), -_AGAIN_S)
+            self._waiting[str(self._number)] = (encode(outcome), -_AGAIN_S)  # due now
+        again = 0
         for number, (data, sent_s) in list(self._waiting.items()):
             if now_s - sent_s < _AGAIN_S:
                 continue
+            if sent_s > 0:
+                again += 1
+                if again > _AGAIN_PER_TICK:
+                    continue
             try:
                 await self._dispatcher.bus.publish(self._subject, data, self._dispatcher.side_subject("usage", number))
             except BusUnavailable as error:

@@ -8,6 +8,7 @@ import pytest
 
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts.inference import Frame, FrameKind, Head, Totals, encode
+from shared.policy.lifecycle import AdapterState
 from tests.router_fakes import Attempt, Cluster, answers, cluster, events, mount, pool_entry, until
 
 DONE = ["a", "b", "c", "[DONE]"]
@@ -225,24 +226,38 @@ async def test_a_restarted_worker_is_told_by_its_new_incarnation(running: Cluste
     assert (response.status_code, response.json()["attempt"]) == (200, 2)
 
 
+async def test_a_request_whose_worker_restarts_waits_until_the_adapter_is_ready_again(running: Cluster) -> None:
+    loading, ready = mount("tone", "sales", state=AdapterState.LOADING), mount("tone", "sales")
+    aliases = {"sales": {"tone": ready.adapter_id}}
+
+    async def restarts(attempt: Attempt) -> None:
+        await attempt.accept()
+        running.worker.behaviour = answers
+        running.worker.incarnation = "01B"
+        await running.registry.put_pool(pool_entry(loading, aliases=aliases, incarnation="01B"))
+        await until(lambda: running.router.table.pools["main"].entry.workers["w0"].incarnation == "01B")
+        await running.worker.report()
+        await until(lambda: running.router.metrics.redispatches)
+        assert (await running.ask("tone")).status_code == 503
+        await running.registry.put_pool(pool_entry(ready, aliases=aliases, incarnation="01B"))
+
+    running.worker.behaviour = restarts
+    response = await running.ask("tone")
+    assert (response.status_code, response.json()["attempt"]) == (200, 2)
+
+
 async def test_a_worker_that_falls_silent_is_given_up(nats_server: EmbeddedNats) -> None:
     async with cluster(nats_server, progress_timeout_s=0.5) as running:
 
         async def falls_silent(attempt: Attempt) -> None:
-            await attempt.accept()
-            if attempt.request.attempt == 2:
-                await attempt.answer_after_accept()
+            if attempt.request.attempt == 1:
+                await attempt.accept()
+            else:
+                await attempt.answer()
 
-        Attempt.answer_after_accept = _answer_after_accept  # type: ignore[attr-defined]
         running.worker.behaviour = falls_silent
         response = await running.ask("tone")
         assert (response.status_code, running.worker.attempts[0].cancel_reason) == (200, "attempt_given_up")
-
-
-async def _answer_after_accept(attempt: Attempt) -> None:
-    await attempt.head(content_type="application/json")
-    await attempt.say(FrameKind.BODY, b"{}")
-    await attempt.end()
 
 
 async def test_progress_without_tokens_ends_at_the_inter_token_deadline(nats_server: EmbeddedNats) -> None:
