@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import MutableMapping
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 
 from services.worker.engine import AsgiApp, Scope
@@ -49,7 +50,8 @@ class Answering:
         policy: RequestPolicy,
         engine_model: str,
     ) -> None:
-        self.request = request
+        self.request = msgspec.structs.replace(request, body=b"")  # bodies are large; this one is needed once
+        self._client_body = request.body
         self.attempt = attempt
         self.stream = stream
         self.outcome = "running"  # complete | error:<code> | cancelled:<reason>
@@ -99,7 +101,8 @@ class Answering:
         current_attempt.set(self.attempt)
         raised: TenantryError | None = None
         try:
-            self._body = self._policy.prepare(self.request.path, self.request.body, self.request.handle, self._engine_model)
+            self._body = self._policy.prepare(self.request.path, self._client_body, self.request.handle, self._engine_model)
+            self._client_body = b""
             if self._abort is None:
                 await self._call()
         except TenantryError as error:
@@ -107,7 +110,7 @@ class Answering:
         except Exception as error:  # noqa: BLE001  whatever the application raises ends this attempt alone
             raised = EngineError("the engine failed while it answered this request")
             if self.attempt.refusal is None:
-                log.error("attempt.engine_failed", request_id=self.request.request_id, attempt=self.request.attempt, cause=_cause(error))
+                log.error("attempt.engine_failed", cause=_cause(error))
         return self._verdict(raised)
 
     async def _call(self) -> None:

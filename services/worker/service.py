@@ -216,6 +216,9 @@ class Service:
 
     async def _answer(self, answering: Answering) -> None:
         attempt = answering.attempt
+        structlog.contextvars.bind_contextvars(
+            request_id=attempt.request_id, attempt=attempt.attempt, tenant=attempt.handle.tenant, model=attempt.handle.public_model
+        )
         try:
             await answering.run()
         finally:
@@ -224,10 +227,6 @@ class Service:
             self._usage.finish(attempt, answering.outcome)
             log.info(
                 "attempt.ended",
-                request_id=attempt.request_id,
-                attempt=attempt.attempt,
-                tenant=attempt.handle.tenant,
-                model=attempt.handle.public_model,
                 outcome=answering.outcome,
                 prompt_tokens=attempt.prompt_tokens,
                 completion_tokens=attempt.completion_tokens,

@@ -103,7 +103,7 @@ Control = Cancel | Ack | Resend
 
 class FrameKind(IntEnum):
     ACCEPTED = 0
-    BOUNCED = 1  # data: text, why (draining, not_here, stale, stopping): nothing was started
+    BOUNCED = 1  # data: text, why (draining, not_here, stale, stopping, full): nothing was started
     PROGRESS = 2  # queued or prefilling, or alive between tokens; not kept, not sequenced
     HEAD = 3  # data: Head
     BODY = 4  # data: body bytes, as made
