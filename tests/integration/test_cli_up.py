@@ -1,6 +1,7 @@
 """`tenantry up` as real processes, with the scripted engine: what starts, what is refused, what is kept, and that nothing is left."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -16,7 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from services.cli.up import DEMO
+from services.cli import output
+from services.cli.__main__ import main
+from services.cli.archive import pack
+from services.cli.up import DEMO, ROOT
 
 READY_S = 60.0
 READY = "Ready. Ctrl-C drains"
@@ -76,13 +80,19 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def tenantry(up: Up, *arguments: str, expected: int = 0) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TENANTRY_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments, "--data", str(up.data)],
-        capture_output=True, text=True, timeout=60, env=environment | {"COLUMNS": "100"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == expected, done.stdout + done.stderr
-    return done.stdout if expected == 0 else done.stderr
+    """The command in this process (a start of Python each time costs seconds): what it said on stdout, or on stderr if it must fail."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["tenantry", *arguments, "--data", str(up.data)])
+        patch.setattr(output.console, "_width", 100)
+        for name in [name for name in os.environ if name.startswith("TENANTRY_")]:
+            patch.delenv(name)
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    assert code == expected, out.getvalue() + err.getvalue()
+    return out.getvalue() if expected == 0 else err.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +126,14 @@ def test_ask_streams_the_answer_and_says_what_served_it(up: Up) -> None:
     said = tenantry(up, "ask", "sales", "What about refund?")
     assert "lora_sales@1" in said
     assert json.loads(tenantry(up, "ask", "sales", "What about refund?", "--json"))["served_by"]["x-tenantry-adapter"] == "lora_sales@1"
+
+
+def test_the_installed_command_does_the_same(up: Up) -> None:
+    program = Path(sys.executable).parent / "tenantry"
+    done = subprocess.run(
+        [program, "ask", "cs", "What about refund?", "--data", up.data], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "lora_cs@1" in done.stdout
 
 
 def test_asking_for_another_team_s_adapter_is_one_clear_line(up: Up) -> None:
@@ -168,6 +186,41 @@ def test_a_tenant_is_added_gets_a_key_an_adapter_and_drains_it(up: Up) -> None:
 def test_modes_other_than_draining_are_refused(up: Up) -> None:
     said = tenantry(up, "adapter", "unload", "lora_sales", "--mode", "force", expected=1)
     assert "draining" in said
+
+
+def test_a_tenant_onboards_by_event_with_the_ten_line_example(up: Up, tmp_path: Path) -> None:
+    tenant = json.loads(tenantry(up, "tenant", "add", "events", "--quota-mb", "100", "--nats-user", "--json"))
+    nats_url = json.loads((up.data / "running.json").read_text())["nats_url"]
+    environment = {
+        "TENANTRY_NATS_URL": nats_url,
+        "TENANTRY_NATS_USER": tenant["nats_user"],
+        "TENANTRY_NATS_PASSWORD": tenant["nats_password"],
+    }
+    wait(lambda: may_log_in(nats_url, tenant["nats_user"], tenant["nats_password"]), 15, "the new user may log in")
+
+    def onboard(folder: Path) -> subprocess.CompletedProcess[str]:
+        pack(folder, tmp_path / "adapter.tar")
+        command = [sys.executable, "examples/onboard.py", "by_event", str(tmp_path / "adapter.tar")]
+        return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False)
+
+    served = onboard(DEMO / "adapters" / "lora_cs")
+    assert served.returncode == 0, served.stderr
+    assert "ready" in served.stdout
+    refused = onboard(DEMO / "other" / "lora_sales_v0")
+    assert refused.returncode == 1
+    assert "rejected" in refused.stdout
+    assert "v0" in refused.stdout
+    tenantry(up, "adapter", "drain", "by_event")
+
+
+def may_log_in(url: str, user: str, password: str) -> bool:
+    port = int(url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), 5) as connection, connection.makefile("rwb") as file:
+        file.readline()
+        connect = json.dumps({"user": user, "pass": password, "verbose": False, "lang": "test", "version": "1"})
+        file.write(b"CONNECT " + connect.encode() + b"\r\nPING\r\n")
+        file.flush()
+        return file.readline().startswith(b"PONG")
 
 
 def test_a_second_up_on_the_same_folder_is_refused(up: Up) -> None:

@@ -84,5 +84,5 @@ def test_what_does_not_have_the_form_is_refused_with_its_line(text: str, where: 
 
 
 def test_a_file_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigInvalid, match="none.yaml: cannot be read"):
+    with pytest.raises(ConfigInvalid, match=r"none\.yaml: cannot be read"):
         read(tmp_path / "none.yaml")
