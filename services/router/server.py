@@ -13,6 +13,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from services.router.asgi import AsgiApp
 from shared.errors import StartFailed
 
+_HEAD_LIMIT_BYTES = 256 * 1024  # one read of the socket may bring as much of a body with it
+_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
 ON_GONE = "tenantry.on_gone"  # scope key: called without arguments when the client's connection is lost
 
 
@@ -55,6 +58,25 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, JoinedWrites(transport, self.loop)))
+        self._head_bytes = 0
+        self._in_head = True
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_LIMIT_BYTES and not self.transport.is_closing():
+                self.transport.write(_HEAD_TOO_LARGE)
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         cycle = self.cycle

@@ -30,6 +30,7 @@ class Answer:
         "accepted",
         "acked_seq",
         "ahead",
+        "ahead_bytes",
         "attempt",
         "body_s",
         "ended",
@@ -87,6 +88,7 @@ class Answer:
         self.next_seq = 0
         self.acked_seq = -1
         self.ahead: dict[int, Frame] = {}
+        self.ahead_bytes = 0
         self.started_s = now_s
         self.heard_s = now_s  # any frame
         self.body_s: float | None = None  # a body frame
@@ -111,14 +113,16 @@ class Answer:
         if seq != self.next_seq:
             if seq < self.next_seq:
                 return False
-            if len(self.ahead) < _AHEAD_LIMIT:
-                self.ahead[seq] = frame
+            if len(self.ahead) < _AHEAD_LIMIT and self.ahead_bytes <= self.limit_bytes and seq not in self.ahead:
+                self.ahead[seq] = frame  # what finds no room here is asked for again
+                self.ahead_bytes += len(frame.data)
             return self._missing(now_s)
         self._apply(frame, now_s)
         while self.ahead and not self.over:
             following = self.ahead.pop(self.next_seq, None)
             if following is None:
                 break
+            self.ahead_bytes -= len(following.data)
             self._apply(following, now_s)
         if self.gap_s is not None and not self.ahead:
             self.gap_s = None

@@ -105,3 +105,14 @@ def test_a_bounce_and_a_lost_worker_allow_another_attempt_and_other_errors_do_no
     assert (bounced.lost, lost.lost, refused.lost) == (True, True, False)
     assert refused.error is not None
     assert refused.error.fields == {"held": 3}
+
+
+def test_frames_that_come_ahead_are_kept_within_the_bound_and_asked_for_again() -> None:
+    got = answer(limit_bytes=100)
+    large = [Frame("r", 1, seq, FrameKind.BODY, b"x" * 60) for seq in range(1, 6)]
+    for frame in large:
+        got.receive(frame, 1.0)
+    assert got.ahead_bytes <= 160
+    got.receive(frames(1)[0], 2.0)
+    assert got.next_seq == 3
+    assert got.ahead_bytes == 0
