@@ -99,6 +99,8 @@ class VllmEngine:
         if engine is not None:
             logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it would log the end that is wanted here as errors
             await asyncio.to_thread(engine.shutdown, _SHUTDOWN_LIMIT_S)
+            await asyncio.sleep(0)  # vLLM closes its sockets in a callback of this loop, and never their context
+            engine.engine_core.resources.ctx.destroy(linger=0)
         if self._adapters is not None:
             await self._adapters.templates.close()
         await asyncio.to_thread(self._guard.end_all)
