@@ -23,6 +23,12 @@ def check_packages(engine: str) -> None:
         raise StartFailed(f"{' and '.join(missing)} not installed: run `make venv` and start with .venv/bin/tenantry")
 
 
+def check_model(model: str) -> None:
+    """:raises StartFailed: it is written as a path and there is no such folder; a hub id is the worker's to look for."""
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise StartFailed(f"there is no folder {model}: name a model's folder, or its hub id, with --model", model=model)
+
+
 def check_port(port: int, option: str) -> None:
     """:raises StartFailed: somebody has it; says who, where that can be seen."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -127,6 +127,7 @@ def prepare(options: UpOptions) -> DataFolder:
     :raises StartFailed: one line with what to do.
     """
     checks.check_packages(options.engine)
+    checks.check_model(options.model)
     folder = DataFolder(options.data)
     folder.prepare()
     folder.lock()
@@ -257,7 +258,7 @@ class UpSession:
 
     def _say(self, text: str, started_at: float) -> None:
         seconds = asyncio.get_running_loop().time() - started_at
-        console.print(f"[green]✓[/green] {text:<72} {seconds:>5.1f} s")
+        console.print(f"[green]✓[/green] {text:<66} {seconds:>5.1f} s")
 
     def _client(self) -> Client:
         return Client(self._options.url, self._secrets.admin_key)

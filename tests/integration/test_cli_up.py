@@ -310,10 +310,20 @@ def test_a_kill_9_of_up_itself_leaves_nothing_running(tmp_path: Path) -> None:
     wait(lambda: alive(pids) == [], 10, "all gone")
 
 
-def test_a_worker_that_cannot_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    up = Up(tmp_path, free_port(), "--model", str(tmp_path / "nothing-here"), "--label", "x")
-    assert up.process.wait(60) == 2
+def test_a_model_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    up = Up(tmp_path, free_port(), "--model", str(tmp_path / "nothing-here"))
+    assert up.process.wait(30) == 2
     assert "nothing-here" in up.text()
+    assert len(up.text().strip().splitlines()) == 1
+
+
+def test_a_worker_that_cannot_start_ends_it_all_with_its_own_last_words(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    up = Up(tmp_path, free_port(), "--model", str(tmp_path / "empty"))
+    assert up.process.wait(60) == 2
+    last = up.text().strip().splitlines()[-1]
+    assert "config.json" in last
+    assert "worker.log" in last
     assert "Traceback" not in up.text()
 
 
