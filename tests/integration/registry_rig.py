@@ -12,7 +12,7 @@ from ulid import ULID
 
 from services.registry.__main__ import serve
 from services.registry.settings import RegistrySettings
-from shared.bus import Bus, Consumer, open_bucket, open_objects, publish_durable
+from shared.bus import Bus, Consumer, NoResponder, RequestTimeout, open_bucket, open_objects, publish_durable
 from shared.contracts import adapters, admin, state, workers
 from shared.contracts.adapters import (
     AdapterDrained,
@@ -49,11 +49,12 @@ class Admin:
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
+        self.patience_s = 20.0
         self._names = itertools.count()
 
-    async def ask(self, request: Any, timeout_s: float = 20.0) -> Any:
+    async def ask(self, request: Any, timeout_s: float = 0.0) -> Any:
         """:raises TenantryError: the refusal in the reply."""
-        reply = admin.decode_reply(await self.bus.request(admin.ADMIN_SUBJECT, admin.encode(request), timeout_s))
+        reply = admin.decode_reply(await self.bus.request(admin.ADMIN_SUBJECT, admin.encode(request), timeout_s or self.patience_s))
         if reply.error is not None:
             raise to_error(reply.error)
         return reply.result
@@ -98,7 +99,7 @@ class Admin:
             nonlocal view
             try:
                 view = await self.show(tenant, name, version)
-            except NotFound:
+            except (NotFound, NoResponder, RequestTimeout):
                 return False
             return view.state in states
 
