@@ -59,9 +59,8 @@ def check_machine():
     free = shutil.disk_usage(str(ROOT)).free
     have = sum(file.stat().st_size for file in VENV.glob("lib/python3.11/site-packages/torch/lib/*.so"))  # half done before
     if free + have * 5 < NEEDED_BYTES:
-        raise Failed(
-            f"{free / 1e9:.1f} GB are free under {ROOT} and about {NEEDED_BYTES / 1e9:.0f} GB are needed: free some, or clone onto a bigger disk"
-        )
+        short = f"{free / 1e9:.1f} GB are free under {ROOT} and about {NEEDED_BYTES / 1e9:.0f} GB are needed"
+        raise Failed(f"{short}: free some, or clone onto a bigger disk")
 
 
 def fingerprint():
@@ -154,7 +153,7 @@ def run(step, command, expected=0):
 
 
 def pip(*arguments):
-    return [str(VENV / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off", *arguments]
+    return [str(VENV / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off", "--no-compile", *arguments]
 
 
 def install_torch(step):
