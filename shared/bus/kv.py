@@ -16,6 +16,7 @@ from shared.errors import Conflict
 log = structlog.get_logger()
 
 _WRONG_LAST_SEQUENCE = 10071
+_LIST_STALL_S = 5.0
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -92,13 +93,21 @@ class Bucket:
             raise BusUnavailable(f"cannot delete {key}: {error}", retry_after_s=1.0) from error
 
     async def keys(self, prefix: str = "") -> list[str]:
+        """Every key that begins with `prefix`, sorted; a prefix of whole tokens ("pool.") is looked up by the server.
+
+        :raises BusUnavailable: not listed whole.
+        """
+        found: list[str] = []
         try:
-            # filtered by us: nats-py's filters are whole subject tokens
-            return sorted(key for key in await self._inner.keys() if key.startswith(prefix))
-        except nats.js.errors.NoKeysError:
-            return []
+            watcher = await self._inner.watch(f"{prefix}>" if prefix.endswith(".") else ">", ignore_deletes=True, meta_only=True)
+            try:
+                while isinstance(update := await watcher.updates(timeout=_LIST_STALL_S), KeyValue.Entry):
+                    found.append(update.key)
+            finally:
+                await watcher.stop()
         except (nats.errors.Error, TimeoutError) as error:
             raise BusUnavailable(f"cannot list {self.name}: {error}", retry_after_s=1.0) from error
+        return sorted(key for key in found if key.startswith(prefix))
 
 
 async def open_bucket(bus: Bus, name: str, *, create: bool = False, history: int = 1) -> Bucket:
