@@ -11,6 +11,7 @@ from shared.bus import BusUnavailable, Consumer, Delivery
 from shared.contracts import adapters
 from shared.contracts.adapters import Acknowledgement, AdapterDrained, AdapterFailed, AdapterLoaded, PoolEntry
 from shared.errors import NotFound, TenantryError
+from shared.policy.lifecycle import LifecycleEvent
 from shared.policy.mounts import Change, acknowledge
 
 log = structlog.get_logger()
@@ -22,7 +23,7 @@ _MAX_DELIVERIES = 100
 
 async def consume(store: Store, mounting: Mounting) -> None:
     """For ever. One at a time per registry: each is a compare-and-set of a few milliseconds."""
-    consumer = Consumer(store.bus, adapters.ACKS_STREAM, _DURABLE, adapters.ACKS_SUBJECTS, ack_wait_s=30.0, max_ack_pending=64)
+    consumer = Consumer(store.bus, adapters.ACKS_STREAM, _DURABLE, adapters.ACKS_SUBJECTS, ack_wait_s=5.0, max_ack_pending=64)
     async for delivery in consumer.messages():
         try:
             ack = adapters.decode_acknowledgement(delivery.data)
@@ -36,10 +37,8 @@ async def consume(store: Store, mounting: Mounting) -> None:
 async def _take(store: Store, mounting: Mounting, delivery: Delivery, ack: Acknowledgement) -> None:
     try:
         applied = await apply(mounting, ack)
-        if not applied and delivery.deliveries > 1:  # a registry may have died between the entry and the event
-            record = await store.record(ack.adapter_id)
-            if record is not None and record.history:
-                await mounting.announce(record)
+        if not applied and delivery.deliveries > 1:  # a registry may have died between the entry and what follows from it
+            await catch_up(store, mounting, ack)
         await delivery.ack()
     except NotFound as error:  # a pool that is no more
         log.warning("ack.of_nothing", adapter=ack.adapter_id, message=error.message)
@@ -52,6 +51,18 @@ async def _take(store: Store, mounting: Mounting, delivery: Delivery, ack: Ackno
             await delivery.retry(_RETRY_S)
         else:  # the command is repeated while the mount stands still, and acknowledged anew
             await delivery.reject()
+
+
+async def catch_up(store: Store, mounting: Mounting, ack: Acknowledgement) -> None:
+    """The record and the event of an acknowledgement that the entry has taken already."""
+    found, record = await store.pool(ack.pool_id), await store.record(ack.adapter_id)
+    if found is None or record is None:
+        return
+    if ack.adapter_id not in found[0].mounts and not isinstance(ack, AdapterLoaded):
+        error = ack.error if isinstance(ack, AdapterFailed) else None
+        event = LifecycleEvent.LOAD_FAILED if error is not None else LifecycleEvent.DRAINED
+        record = await mounting.settle(record, event, found[1], error) or record
+    await mounting.announce(record)
 
 
 async def apply(mounting: Mounting, ack: Acknowledgement) -> bool:

@@ -1,5 +1,7 @@
 """Adapters as people manage them: add (upload or mount again), list, show, unload by draining, events."""
 
+import asyncio
+
 import msgspec
 import structlog
 
@@ -96,11 +98,7 @@ class AdapterService:
         :raises TenantryError: refused or failed.
         """
 
-        async def settled() -> AdapterRecord | None:
-            found = await self._store.record(record.adapter_id)
-            return found if found is None or found.state in _ENDS else None
-
-        await self._store.changes.until(settled, min(max(wait_s, 0.0), _MAX_WAIT_S))
+        await self._end_of([record.adapter_id], _ENDS, wait_s)
         found = await self._store.record(record.adapter_id) or record
         if found.state in (AdapterState.REJECTED, AdapterState.FAILED):
             raise to_error(found.error) if found.error else LoadFailed(f"{found.name} is {found.state}")
@@ -164,17 +162,33 @@ class AdapterService:
         if not drained:
             what = f"{request.name} version {request.version}" if request.version else request.name
             raise NotFound(f"tenant {tenant.name} has no {what} mounted", tenant=tenant.name, adapter=request.name)
-        await self._gone(drained, request.wait_s)
+        await self._end_of(drained, _ENDS - {AdapterState.READY}, request.wait_s)
         records = [record for adapter_id in drained if (record := await self._store.record(adapter_id)) is not None]
         return [adapter_view(record, await self._pool_of(record)) for record in records]
 
-    async def _gone(self, adapter_ids: list[str], wait_s: float) -> None:
-        async def gone() -> bool | None:
-            records = [await self._store.record(adapter_id) for adapter_id in adapter_ids]
-            return True if all(record is None or record.state in _ENDS - {AdapterState.READY} for record in records) else None
+    async def _end_of(self, adapter_ids: list[str], ends: frozenset[AdapterState], wait_s: float) -> None:
+        """Returns when all of these records are in one of `ends` (or gone), or after wait_s.
+
+        A record is read again when the mirror shows that it moved, and every second in case the mirror is silent.
+        """
+        loop = asyncio.get_running_loop()
+        read: dict[str, tuple[int, float]] = {}
+        left = set(adapter_ids)
+
+        async def ended() -> bool | None:
+            for adapter_id in sorted(left):
+                seen = self._store.seen_revision(adapter_id)
+                known = read.get(adapter_id)
+                if known is not None and known[0] == seen and loop.time() - known[1] < 1.0:
+                    continue
+                read[adapter_id] = (seen, loop.time())
+                record = await self._store.record(adapter_id)
+                if record is None or record.state in ends:
+                    left.discard(adapter_id)
+            return None if left else True
 
         if wait_s > 0:
-            await self._store.changes.until(gone, min(wait_s, _MAX_WAIT_S))
+            await self._store.changes.until(ended, min(wait_s, _MAX_WAIT_S))
 
     async def events(self, request: admin.ListEvents) -> list[AdapterEvent]:
         """The newest `limit`, oldest first."""

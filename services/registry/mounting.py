@@ -17,7 +17,7 @@ from shared.contracts.adapters import AdapterEvent, DrainAdapter, LoadAdapter, M
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.state import AdapterRecord, HistoryStep
 from shared.errors import NotFound, TenantryError
-from shared.policy.lifecycle import AdapterState
+from shared.policy.lifecycle import AdapterState, IllegalTransition, LifecycleEvent, step
 from shared.policy.mounts import Change, Outcome
 
 log = structlog.get_logger()
@@ -108,6 +108,21 @@ class Mounting:
             for steps_ago in range(len(outcome.through), -1, -1):
                 await self.announce(changed, steps_ago=steps_ago)
 
+    async def settle(self, seen: AdapterRecord, event: LifecycleEvent, generation: int, error: ErrorInfo | None) -> AdapterRecord | None:
+        """A record whose reservation is gone takes its end; None if it has moved since it was `seen`, or the event cannot happen to it."""
+
+        def end(record: AdapterRecord) -> AdapterRecord | None:
+            if (record.state, record.generation) != (seen.state, seen.generation):
+                return None
+            try:
+                new = step(record.state, event)
+            except IllegalTransition:
+                return None
+            changed = msgspec.structs.replace(record, error=error, generation=max(generation, record.generation))
+            return stepped(changed, new, error.message if error else "")
+
+        return await self._store.change_record(seen.adapter_id, end)
+
     async def announce(self, record: AdapterRecord, request: str = "", steps_ago: int = 0) -> None:
         """The record's last step (or an earlier one) as an event; told twice it stays one."""
         last = record.history[-1 - steps_ago]
@@ -130,8 +145,8 @@ class Mounting:
 
 def stepped(record: AdapterRecord, new: AdapterState, note: str = "") -> AdapterRecord:
     """The record in its new state, with the step in its history."""
-    step = HistoryStep(state=new, at=now(), note=note)
-    return msgspec.structs.replace(record, state=new, history=(*record.history, step)[-_HISTORY:])
+    taken = HistoryStep(state=new, at=now(), note=note)
+    return msgspec.structs.replace(record, state=new, history=(*record.history, taken)[-_HISTORY:])
 
 
 def _detail(record: AdapterRecord) -> dict[str, int | float | str]:

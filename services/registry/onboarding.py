@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 _DURABLE = "registry-onboarding"
 _AT_ONCE = 4
-_ACK_WAIT_S = 30.0
+_ACK_WAIT_S = 9.0
 _RETRY_S = 2.0
 _MAX_DELIVERIES = 8
 

@@ -5,6 +5,7 @@ Time is only ever how long this registry itself has seen something stand still.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Hashable
 
 import msgspec
@@ -12,15 +13,15 @@ import structlog
 from ulid import ULID
 
 from services.registry.intake import IntakeService
-from services.registry.mounting import Mounting, stepped
+from services.registry.mounting import Mounting
 from services.registry.settings import RegistrySettings
 from services.registry.store import Store
 from shared.contracts import state
 from shared.contracts.adapters import STAGING_BUCKET, DrainOrder, Mount, PoolEntry
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.state import AdapterRecord
-from shared.errors import TenantryError
-from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState
+from shared.errors import Conflict, TenantryError
+from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState, LifecycleEvent
 from shared.policy.mounts import Change, Outcome, order_drain, order_waiting
 
 log = structlog.get_logger()
@@ -59,6 +60,7 @@ class Reconciler:
         self._registry_id = registry_id
         self._mounts = Standstill()
         self._records = Standstill()
+        self._behind = Standstill()
         self._objects = Standstill()
 
     async def beat(self) -> None:
@@ -101,25 +103,27 @@ class Reconciler:
         pools = await self._store.pools()
         for pool_id, (pool, revision) in pools.items():
             for mount in pool.mounts.values():
-                await self._tend_mount(pool_id, pool, revision, mount, now_s)
+                record = records.get(mount.adapter_id) or await self._store.record(mount.adapter_id)
+                if record is None:
+                    await self._release(pool_id, mount, now_s)
+                else:
+                    await self._tend(pool_id, revision, mount, record, now_s)
+        mounted = {mount_id for pool, _ in pools.values() for mount_id in pool.mounts}
         for record in records.values():
             if record.state in _COMING_IN:
                 self._resume_if_abandoned(record, now_s, group)
-            elif record.state in HOLDS_RESERVATION:
+            elif record.state in HOLDS_RESERVATION and record.adapter_id not in mounted:
                 await self._settle_if_gone(record, now_s)
-        mounted = {mount_id for pool, _ in pools.values() for mount_id in pool.mounts}
         self._mounts.keep(mounted)
-        self._records.keep({record.adapter_id for record in records.values()})
+        self._behind.keep(mounted)
+        self._records.keep(set(records))
 
-    async def _tend_mount(self, pool_id: str, pool: PoolEntry, revision: int, mount: Mount, now_s: float) -> None:
-        record = await self._store.record(mount.adapter_id)
-        if record is None:
-            await self._release(pool_id, mount)
-            return
+    async def _tend(self, pool_id: str, revision: int, mount: Mount, record: AdapterRecord, now_s: float) -> None:
+        """The record follows its mount, and the mount's worker is told again, where either has stood still for too long."""
         if record.state is not mount.state and record.generation < revision:
-            outcome = Outcome(mount=mount, state=mount.state)
-            if self._records.for_s(f"{mount.adapter_id}", ("behind", mount.state, mount.ordered_after), now_s) > self._settings.reconcile_s:
-                await self._mounting.record(pool_id, outcome, revision)
+            behind_s = self._behind.for_s(mount.adapter_id, (record.state, mount.state, mount.ordered_after), now_s)
+            if behind_s > self._settings.reconcile_s:
+                await self._mounting.record(pool_id, Outcome(mount=mount, state=mount.state), revision)
         if mount.state is AdapterState.READY:
             return
         stood_s = self._mounts.for_s(mount.adapter_id, (mount.state, mount.ordered_after), now_s)
@@ -132,13 +136,12 @@ class Reconciler:
         log.info("command.repeated", adapter=mount.adapter_id, state=mount.state, stood_s=round(stood_s, 1))
         await self._mounting.command(pool_id, mount, revision, repeat=f":{ULID()}")
 
-    async def _release(self, pool_id: str, mount: Mount) -> None:
+    async def _release(self, pool_id: str, mount: Mount, now_s: float) -> None:
         """A reservation without a record: its worker is told to let go, and its acknowledgement releases it."""
-        if mount.state is AdapterState.DRAINING:
-            stood_s = self._mounts.for_s(mount.adapter_id, (mount.state, mount.ordered_after), asyncio.get_running_loop().time())
-            if stood_s < self._settings.reissue_s:
-                return
-            self._mounts.again(mount.adapter_id, asyncio.get_running_loop().time())
+        stood_s = self._mounts.for_s(mount.adapter_id, (mount.state, mount.ordered_after), now_s)
+        if mount.state is AdapterState.DRAINING and stood_s < self._settings.reissue_s:
+            return
+        self._mounts.again(mount.adapter_id, now_s)
 
         async def drain(pool: PoolEntry, revision: int) -> Change:
             return order_drain(pool, [mount.adapter_id], DrainOrder(), revision)
@@ -169,29 +172,27 @@ class Reconciler:
 
     async def _settle_if_gone(self, record: AdapterRecord, now_s: float) -> None:
         """A record that holds a reservation which no pool has: whoever released it died before saying so here."""
-        found = await self._store.pool(record.pool_id)
-        if found is not None and record.adapter_id in found[0].mounts:
-            return
         looks = ("gone", record.state, record.generation)
         if self._records.for_s(record.adapter_id, looks, now_s) < self._settings.abandoned_s:
             return
-        generation = found[1] if found else record.generation + 1
-        drained = record.state is AdapterState.DRAINING
-        error = None if drained else ErrorInfo(code="load_failed", message="its reservation was released while a registry was away")
-        new = AdapterState.UNLOADED if drained else AdapterState.FAILED
-
-        def settle(now: AdapterRecord) -> AdapterRecord | None:
-            if (now.state, now.generation) != (record.state, record.generation):
-                return None
-            return msgspec.structs.replace(stepped(now, new), error=error, generation=max(generation, now.generation))
-
-        settled = await self._store.change_record(record.adapter_id, settle)
+        found = await self._store.pool(record.pool_id)
+        if found is not None and record.adapter_id in found[0].mounts:
+            return
+        generation = found[1] if found else record.generation
+        is_draining = record.state is AdapterState.DRAINING
+        error = None if is_draining else ErrorInfo(code="load_failed", message="its reservation was released while a registry was away")
+        event = LifecycleEvent.DRAINED if is_draining else LifecycleEvent.WORKER_LOST
+        settled = await self._mounting.settle(record, event, generation, error)
         if settled is not None:
-            log.warning("record.settled", adapter=record.adapter_id, state=new)
+            log.warning("record.settled", adapter=record.adapter_id, state=settled.state)
             await self._mounting.announce(settled)
 
     async def clean(self, now_s: float) -> None:
-        """Artifacts whose record is gone, and staged objects that nobody has asked for in a long time."""
+        """Old refusals, artifacts whose record is gone, and staged objects that nobody has asked for in a long time."""
+        for record in _old_refusals(self._store.records(), self._settings.refusals_kept):
+            with contextlib.suppress(Conflict):  # it is on its way in again
+                await self._store.catalog.delete(state.ADAPTER_PREFIX + record.adapter_id, self._store.seen_revision(record.adapter_id))
+                log.info("record.deleted", adapter=record.adapter_id, tenant=record.tenant)
         for name in await self._store.artifacts.names():
             if await self._store.record(name.rsplit(".", 1)[-1]) is None:
                 log.info("artifact.deleted", artifact=name)
@@ -204,6 +205,19 @@ class Reconciler:
                 log.info("staged_object.deleted", object=name)
                 await self._store.staging.delete(name)
         self._objects.keep(set(staged))
+
+
+def _old_refusals(records: list[AdapterRecord], kept: int) -> list[AdapterRecord]:
+    """Each tenant's rejected uploads that never became a version, but for the newest."""
+    by_tenant: dict[str, list[AdapterRecord]] = {}
+    for record in records:
+        if record.state is AdapterState.REJECTED and record.version == 0:
+            by_tenant.setdefault(record.tenant_id, []).append(record)
+    return [
+        record
+        for refused in by_tenant.values()
+        for record in sorted(refused, key=lambda r: r.history[-1].at)[: max(0, len(refused) - kept)]
+    ]
 
 
 async def _order_waiting(pool: PoolEntry, revision: int) -> Change:

@@ -12,6 +12,7 @@ class RegistrySettings(msgspec.Struct, frozen=True, kw_only=True):
     reissue_s: float = 5.0  # a mount that stands this long in one state has its command sent again
     abandoned_s: float = 6.0  # a validation that stands this long still has lost its registry
     staged_max_s: float = 3600.0
+    refusals_kept: int = 50  # per tenant; older rejected uploads are forgotten
     upload_limit_bytes: int = 16 << 30
     max_requests: int = 256  # management requests under way at once; more are told to come again
     max_validations: int = 2

@@ -66,6 +66,7 @@ class Store:
         self.changes = Changes()
         self.live_mirror = Mirror(bus, live, self.changes.tell)
         self.catalog_mirror = Mirror(bus, catalog, self.changes.tell)
+        self._decoded: dict[str, tuple[int, AdapterRecord]] = {}
 
     # reading
 
@@ -130,7 +131,20 @@ class Store:
         return state.decode_record(found.value) if found else None
 
     def records(self) -> list[AdapterRecord]:
-        return [state.decode_record(entry.value) for entry in _under(self.catalog_mirror, state.ADAPTER_PREFIX)]
+        """Every record as mirrored; decoded once per revision."""
+        decoded: dict[str, tuple[int, AdapterRecord]] = {}
+        for key, entry in self.catalog_mirror.entries.items():
+            if key.startswith(state.ADAPTER_PREFIX):
+                known = self._decoded.get(key)
+                is_known = known is not None and known[0] == entry.revision
+                decoded[key] = known if known and is_known else (entry.revision, state.decode_record(entry.value))
+        self._decoded = decoded
+        return [decoded[key][1] for key in sorted(decoded)]
+
+    def seen_revision(self, adapter_id: str) -> int:
+        """The revision at which the record is mirrored; 0: not at all."""
+        entry = self.catalog_mirror.entries.get(state.ADAPTER_PREFIX + adapter_id)
+        return entry.revision if entry else 0
 
     async def records_of(self, tenant_id: str, name: str) -> list[AdapterRecord]:
         """Every version under the name, oldest first, each as it stands now."""
