@@ -71,6 +71,8 @@ class LoadedAdapters:
                 return self._proofs[adapter_id]
             try:
                 await self._check_room(rank)
+            except LoadFailed:
+                raise
             except Exception as error:
                 raise self._failure(error) from error
             int_id = len(self._ids) + 1
@@ -83,12 +85,12 @@ class LoadedAdapters:
                     template = folder / CHAT_TEMPLATE_NAME
                     if template.is_file():
                         await self.templates.add(adapter_id, template.read_text(encoding="utf-8"))
+            except (LoadFailed, asyncio.CancelledError):
+                await self._discard(int_id)
+                raise
             except Exception as error:
                 await self._discard(int_id)
                 raise self._failure(error) from error
-            except asyncio.CancelledError:
-                await self._discard(int_id)
-                raise
             self._proofs[adapter_id] = proof
             self._requests[adapter_id] = request
             return proof
@@ -105,6 +107,8 @@ class LoadedAdapters:
                     listed = await self._engine.list_loras()
                     returned = sum([await self._release(int_id) for int_id in listed if self._name(int_id) == adapter_id])
                     left = await self._names()
+            except LoadFailed:
+                raise
             except Exception as error:
                 raise self._failure(error) from error
             if adapter_id in left:
@@ -201,8 +205,6 @@ class LoadedAdapters:
             log.error("adapter.discard_failed", cause=type(error).__name__)
 
     def _failure(self, error: Exception) -> LoadFailed:
-        if isinstance(error, LoadFailed):
-            return error
         if self._engine.errored:
             return LoadFailed("the engine is dead", reason="engine_dead")
         if isinstance(error, TimeoutError):

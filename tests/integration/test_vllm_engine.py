@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -370,6 +371,14 @@ async def test_what_the_governor_counted_is_what_the_answer_says(
     totals = answer.attempt.totals()
     assert (totals.prompt_tokens, totals.completion_tokens) == (usage[names[0]], usage[names[1]])
     assert totals.completion_tokens > 0 and totals.engine_ms > 0
+
+
+async def test_structured_output_is_kept_to_for_base_and_adapters(desk: Desk) -> None:
+    for adapter in WHO:
+        chosen = await desk.chat("What about refund?", adapter, structured_outputs={"choice": ["maybe", "never"]})
+        assert chosen.text in ("maybe", "never")
+        shaped = await desk.chat("What about refund?", adapter, structured_outputs={"regex": "[ab]{3}-[0-9]"})
+        assert re.fullmatch("[ab]{3}-[0-9]", shaped.text)
 
 
 async def test_a_beam_search_passes_the_governor_and_its_prompt_counts_once(desk: Desk) -> None:
