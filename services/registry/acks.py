@@ -10,6 +10,7 @@ from services.registry.store import Store
 from shared.bus import BusUnavailable, Consumer, Delivery
 from shared.contracts import adapters
 from shared.contracts.adapters import Acknowledgement, AdapterDrained, AdapterFailed, AdapterLoaded, PoolEntry
+from shared.contracts.subjects import token
 from shared.errors import NotFound, TenantryError
 from shared.policy.lifecycle import LifecycleEvent
 from shared.policy.mounts import Change, acknowledge
@@ -27,7 +28,9 @@ async def consume(store: Store, mounting: Mounting) -> None:
     async for delivery in consumer.messages():
         try:
             ack = adapters.decode_acknowledgement(delivery.data)
-        except msgspec.MsgspecError as error:
+            for named in (ack.pool_id, ack.adapter_id, ack.worker_id):
+                token(named)
+        except (msgspec.MsgspecError, ValueError) as error:
             log.error("ack.malformed", subject=delivery.subject, error=str(error))
             await delivery.reject()
             continue
@@ -51,6 +54,9 @@ async def _take(store: Store, mounting: Mounting, delivery: Delivery, ack: Ackno
             await delivery.retry(_RETRY_S)
         else:  # the command is repeated while the mount stands still, and acknowledged anew
             await delivery.reject()
+    except Exception:
+        log.exception("ack.failed", adapter=ack.adapter_id)
+        await delivery.reject()
 
 
 async def catch_up(store: Store, mounting: Mounting, ack: Acknowledgement) -> None:

@@ -11,7 +11,7 @@ from services.registry.adapters import AdapterService
 from services.registry.matrix import MatrixService
 from services.registry.tenants import TenantService
 from services.registry.workers import WorkerService
-from shared.bus import Bus, BusUnavailable, Message, Subscription
+from shared.bus import MAX_PAYLOAD_BYTES, Bus, BusUnavailable, Message, Subscription
 from shared.contracts import admin, workers
 from shared.contracts.errors import ErrorInfo, to_info
 from shared.errors import InvalidRequest, Overloaded, TenantryError
@@ -110,11 +110,20 @@ class RegistryService:
         await self._reply(message, reply)
 
     async def _reply(self, message: Message, reply: admin.Reply) -> None:
-        if message.reply:
-            try:
-                await self._bus.publish(message.reply, admin.encode(reply))
-            except BusUnavailable as error:
-                log.warning("request.reply_lost", message=error.message)
+        if not message.reply:
+            return
+        data = admin.encode(reply)
+        if len(data) > MAX_PAYLOAD_BYTES:
+            too_big = InvalidRequest(
+                f"the answer would have {len(data)} bytes; ask for less (one tenant, fewer events)",
+                asked_bytes=len(data),
+                limit_bytes=MAX_PAYLOAD_BYTES,
+            )
+            data = admin.encode(admin.Reply(error=to_info(too_big)))
+        try:
+            await self._bus.publish(message.reply, data)
+        except BusUnavailable as error:
+            log.warning("request.reply_lost", message=error.message)
 
     async def _administer(self, data: bytes) -> Any:
         try:

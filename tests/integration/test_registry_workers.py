@@ -226,8 +226,10 @@ async def test_the_heartbeat_moves_while_a_registry_lives(bus: Bus) -> None:
         await until_async(moved, what="the heartbeat moved")
 
 
-async def test_a_malformed_acknowledgement_stops_nothing(bus: Bus, tmp_path: Path) -> None:
-    async with small_cluster(bus) as (manager, _):
+async def test_an_acknowledgement_that_is_malformed_or_about_nothing_stops_nothing(bus: Bus, tmp_path: Path) -> None:
+    async with small_cluster(bus) as (manager, worker):
         await publish_durable(bus, adapters.ack_subject("loaded", "w1"), b"{")
+        for pool_id, adapter_id in ((POOL, "ad_unknown"), ("unknown", "ad_unknown"), ("no pool", "a b"), (POOL, "> *")):
+            await worker.acknowledge(LoadAdapter(pool_id=pool_id, adapter_id=adapter_id, generation=1 << 40))
         await manager.tenant("sales")
         assert (await manager.add("sales", "tone", adapter(tmp_path), tmp_path)).state == "ready"
