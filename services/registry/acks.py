@@ -5,11 +5,11 @@ import asyncio
 import msgspec
 import structlog
 
-from services.registry.mounting import Mounting
+from services.registry.mounting import Mounting, Told
 from services.registry.store import Store
 from shared.bus import BusUnavailable, Consumer, Delivery
 from shared.contracts import adapters
-from shared.contracts.adapters import Acknowledgement, AdapterDrained, AdapterFailed, AdapterLoaded, PoolEntry
+from shared.contracts.adapters import Acknowledgement, AdapterFailed, AdapterLoaded, PoolEntry
 from shared.contracts.subjects import token
 from shared.errors import NotFound, TenantryError
 from shared.policy.lifecycle import LifecycleEvent
@@ -20,6 +20,9 @@ log = structlog.get_logger()
 _DURABLE = "registry"
 _RETRY_S = 1.0
 _MAX_DELIVERIES = 100
+_RELEASED = (
+    "slot_bytes_returned", "host_bytes_freed", "device_free_bytes_before", "device_free_bytes_after", "completed", "aborted",
+)  # fmt: skip
 
 
 async def consume(store: Store, mounting: Mounting) -> None:
@@ -80,14 +83,19 @@ async def apply(mounting: Mounting, ack: Acknowledgement) -> bool:
     async def decide(pool: PoolEntry, revision: int) -> Change | None:
         return acknowledge(pool, ack, revision)
 
-    error = ack.error if isinstance(ack, AdapterFailed) else None
-    load_ms = ack.load_ms if isinstance(ack, AdapterLoaded) else 0.0
-    done = await mounting.change(ack.pool_id, decide, error=error, load_ms=load_ms)
+    told = _told(ack)
+    done = await mounting.change(ack.pool_id, decide, told)
     facts = {"adapter": ack.adapter_id, "worker": ack.worker_id, "generation": ack.generation, "incarnation": ack.incarnation}
     if done is None:
         log.info("ack.ignored", kind=type(ack).__name__, **facts)
         return False
-    if isinstance(ack, AdapterDrained):
-        facts |= {"completed": ack.completed, "aborted": ack.aborted, "slot_bytes_returned": ack.slot_bytes_returned}
-    log.info("ack.taken", kind=type(ack).__name__, **facts)
+    log.info("ack.taken", kind=type(ack).__name__, **facts, **told.released)
     return True
+
+
+def _told(ack: Acknowledgement) -> Told:
+    if isinstance(ack, AdapterFailed):
+        return Told(error=ack.error)
+    if isinstance(ack, AdapterLoaded):
+        return Told(load_ms=ack.load_ms)
+    return Told(released={name: getattr(ack, name) for name in _RELEASED})

@@ -32,16 +32,25 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What an acknowledgement says besides the new state, for the record and its event. `released`: the figures of a drain."""
+
+    error: ErrorInfo | None = None
+    load_ms: float = 0.0
+    released: dict[str, int] = {}
+
+
+_NOTHING = Told()
+
+
 class Mounting:
     """The one way in which this registry changes pools."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def change(self, pool_id: str, decide: Decide, error: ErrorInfo | None = None, load_ms: float = 0.0) -> tuple[Change, int] | None:
+    async def change(self, pool_id: str, decide: Decide, told: Told = _NOTHING) -> tuple[Change, int] | None:
         """Writes what `decide(entry, revision)` says and does what follows; None if it declines.
-
-        `error`: why an adapter failed, for its record and event.
 
         :raises TenantryError: the refusal that `decide` returned; NotFound if there is no such pool.
         """
@@ -60,15 +69,15 @@ class Mounting:
         revision = await self._store.change(self._store.live, state.POOL_PREFIX + pool_id, encode)
         if result is None:
             return None
-        await self.follow(pool_id, result, revision, error, load_ms)
+        await self.follow(pool_id, result, revision, told)
         return result, revision
 
-    async def follow(self, pool_id: str, change: Change, revision: int, error: ErrorInfo | None = None, load_ms: float = 0.0) -> None:
+    async def follow(self, pool_id: str, change: Change, revision: int, told: Told = _NOTHING) -> None:
         """Commands first: they are what a worker waits for."""
         for mount in change.orders:
             await self.command(pool_id, mount, revision)
         for outcome in change.outcomes:
-            await self.record(pool_id, outcome, revision, error, load_ms)
+            await self.record(pool_id, outcome, revision, told)
 
     async def command(self, pool_id: str, mount: Mount, generation: int, repeat: str = "") -> None:
         """Tells the mount's worker. The server keeps one of several commands with the same message id (within two minutes)."""
@@ -80,7 +89,7 @@ class Mounting:
         await publish_durable(self._store.bus, subject, adapters.encode(command), message_id)
         log.info("adapter.drain_ordered" if drains else "adapter.load_ordered", adapter=mount.adapter_id, worker=mount.worker_id)
 
-    async def record(self, pool_id: str, outcome: Outcome, generation: int, error: ErrorInfo | None = None, load_ms: float = 0.0) -> None:
+    async def record(self, pool_id: str, outcome: Outcome, generation: int, told: Told = _NOTHING) -> None:
         """The adapter's record follows the entry: the state of the newest generation counts, whoever writes it and when."""
         mount = outcome.mount
 
@@ -96,12 +105,13 @@ class Mounting:
                 rank_class=mount.rank_class,
                 slot_bytes=mount.slot_bytes,
                 generation=generation,
-                load_ms=load_ms or record.load_ms,
-                error=(error or ErrorInfo(code="load_failed", message=outcome.note or "it failed")) if failed else None,
+                load_ms=told.load_ms or record.load_ms,
+                released=told.released,
+                error=(told.error or ErrorInfo(code="load_failed", message=outcome.note or "it failed")) if failed else None,
             )
             for state_between in outcome.through:
                 changed = stepped(changed, state_between)
-            return stepped(changed, outcome.state, outcome.note or (error.message if failed and error else ""))
+            return stepped(changed, outcome.state, outcome.note or (told.error.message if failed and told.error else ""))
 
         changed = await self._store.change_record(mount.adapter_id, follow)
         if changed is not None:
@@ -155,4 +165,6 @@ def _detail(record: AdapterRecord) -> dict[str, int | float | str]:
         detail |= {"slot_bytes": record.slot_bytes, "true_bytes": record.true_bytes, "rank_class": record.rank_class}
     if record.state is AdapterState.READY:
         detail["load_ms"] = record.load_ms
+    if record.state is AdapterState.UNLOADED:
+        detail |= record.released
     return detail

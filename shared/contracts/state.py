@@ -108,6 +108,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     artifact_sha256: str = ""
     artifact_bytes: int = 0
     worker_id: str = ""
+    released: dict[str, int] = {}  # once drained: the figures of its AdapterDrained
     error: ErrorInfo | None = None
     request: str = ""  # the uploader's mark
     history: tuple[HistoryStep, ...] = ()
