@@ -20,7 +20,7 @@ from services.router.models import list_models, show_model
 from services.router.openai import MethodNotAllowed, body_of, retry_after_of, status_of
 from services.router.resolve import authenticate, resolve, secret_of
 from services.router.routes import RouteTable
-from services.router.server import ON_GONE
+from services.router.server import HANG_UP, ON_GONE, WRITE_PIECE
 from services.router.settings import RouterSettings
 from services.router.usage import Usage
 from shared.bus import BusUnavailable
@@ -84,6 +84,8 @@ class DataPlane:
         loop = asyncio.get_running_loop()
         exchange = Exchange(str(ULID()), scope["path"], loop.time())
         scope[ON_GONE] = exchange.client_gone
+        exchange.hang_up = scope.get(HANG_UP)
+        exchange.write_piece = scope.get(WRITE_PIECE)
         self.active += 1
         try:
             await self._answer(exchange, scope, receive, send)

@@ -96,7 +96,8 @@ class Dispatcher:
                 worker = exchange.route.workers[0]
             version = self.table.version
             last = losses + 1 >= self.settings.attempts
-            answer = await self._open(exchange, worker, last=last)
+            elsewhere = any(other.worker_id != worker.worker_id for other in exchange.route.workers)
+            answer = await self._open(exchange, worker, self._accept_timeout_s(last=last, elsewhere=elsewhere))
             try:
                 if await deliver(answer):
                     return
@@ -168,7 +169,12 @@ class Dispatcher:
             await self.table.wait_changed(version, min(until_s, pause_until_s) - now_s)
             version = self.table.version
 
-    async def _open(self, exchange: Exchange, worker: PoolWorker, *, last: bool) -> Answer:
+    def _accept_timeout_s(self, *, last: bool, elsewhere: bool) -> float:
+        if last:
+            return self.settings.last_accept_timeout_s
+        return self.settings.accept_timeout_s if elsewhere else self.settings.lone_accept_timeout_s
+
+    async def _open(self, exchange: Exchange, worker: PoolWorker, accept_timeout_s: float) -> Answer:
         loop = asyncio.get_running_loop()
         route = exchange.route
         assert route is not None
@@ -182,10 +188,11 @@ class Dispatcher:
             worker_id=worker.worker_id,
             stream=exchange.stream,
             now_s=self.clock_s,
-            accept_timeout_s=settings.last_accept_timeout_s if last else settings.accept_timeout_s,
+            accept_timeout_s=accept_timeout_s,
             expires_s=exchange.started_s + settings.request_budget_s,
             limit_bytes=limit_bytes,
             too_much=_TOO_SLOW if exchange.stream else _TOO_LARGE,
+            hang_up=exchange.hang_up,
         )
         self.answers[exchange.request_id] = answer
         self.fleet.peer(worker.worker_id).open += 1
@@ -225,7 +232,15 @@ class Dispatcher:
                 position = (answer.request_id, answer.attempt, answer.next_seq - 1)
                 self.final_acks.setdefault(answer.worker_id, []).append(position)
             return
-        reason = "client_gone" if exchange.gone else "router_stopping" if self.stopping is not None else "attempt_given_up"
+        await self.cancel(answer, "client_gone" if exchange.gone else "attempt_given_up")
+
+    async def cancel(self, answer: Answer, reason: str) -> None:
+        """Tells the worker that nobody wants the attempt any more; once."""
+        if answer.cancelled:
+            return
+        answer.cancelled = True
+        if self.stopping is not None and reason == "attempt_given_up":
+            reason = "router_stopping"
         await self.control(answer.worker_id, Cancel(request_id=answer.request_id, attempt=answer.attempt, reason=reason))
 
     async def control(self, worker_id: str, message: Control) -> None:

@@ -1,5 +1,7 @@
 """One request on its way through the router: what was asked, what it resolved to, and how it ended."""
 
+from collections.abc import Callable
+
 from services.router.resolve import Route
 from services.router.streams import Answer
 from shared.contracts.inference import Handle
@@ -18,6 +20,7 @@ class Exchange:
         "delivered_events",
         "first_byte_s",
         "gone",
+        "hang_up",
         "mark",
         "model",
         "outcome",
@@ -30,6 +33,7 @@ class Exchange:
         "status",
         "stream",
         "worker_id",
+        "write_piece",
     )
 
     def __init__(self, request_id: str, path: str, started_s: float) -> None:
@@ -48,11 +52,13 @@ class Exchange:
         self.attempts = 0
         self.worker_id = ""
         self.gone = False
+        self.hang_up: Callable[[], None] | None = None  # cuts the client's connection
         self.status = 0
         self.outcome = ""  # complete | error:<code> | client_gone
         self.delivered_bytes = 0
         self.delivered_events = 0
         self.first_byte_s = 0.0
+        self.write_piece: Callable[[bytes], bool] | None = None  # the connection's, see server.py
 
     @property
     def handle(self) -> Handle | None:

@@ -17,6 +17,8 @@ _HEAD_LIMIT_BYTES = 256 * 1024  # one read of the socket may bring as much of a 
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 ON_GONE = "tenantry.on_gone"  # scope key: called without arguments when the client's connection is lost
+HANG_UP = "tenantry.hang_up"  # scope key: cuts the connection at once, whatever waits to be written
+WRITE_PIECE = "tenantry.write_piece"  # scope key: Connection.write_piece
 
 
 class JoinedWrites:
@@ -49,6 +51,10 @@ class JoinedWrites:
         self._flush()
         self._inner.close()
 
+    def abort(self) -> None:
+        self._pieces = []
+        self._inner.abort()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
@@ -71,12 +77,22 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        cast(dict[str, Any], self.scope)[HANG_UP] = self.transport.abort
         self._head_bytes = 0
         self._in_head = True
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        self.scope[WRITE_PIECE] = self.write_piece  # pyright: ignore[reportGeneralTypeIssues]
+
+    def write_piece(self, body: bytes) -> bool:
+        """Writes one more piece of a chunked answer whose head has gone out, without a task. False: the connection takes nothing now."""
+        if self.flow.write_paused or self.transport.is_closing():
+            return False
+        if body:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         cycle = self.cycle
@@ -89,6 +105,11 @@ class Connection(HttpToolsProtocol):
 
 class Server(uvicorn.Server):
     """Leaves signals to shared.runtime."""
+
+    def hang_up(self) -> None:
+        """Cuts every connection."""
+        for connection in list(self.server_state.connections):
+            cast(Connection, connection).transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -20,6 +20,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     attempts: int = 3
     accept_timeout_s: float = 0.3
+    lone_accept_timeout_s: float = 1.5  # where no other worker could be asked instead: a stall of the machine is no reason to ask twice
     last_accept_timeout_s: float = 5.0  # the last attempt has nowhere else to go
     progress_timeout_s: float = 5.0  # a worker sends something about every request each second
     first_token_timeout_s: float = 300.0
@@ -27,6 +28,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     gap_timeout_s: float = 1.0
     bounce_patience_s: float = 3.0  # how long a bounced request waits for the routes to change
     request_budget_s: float = 600.0
+    client_stall_timeout_s: float = 120.0  # a client that takes nothing of a finished answer for this long is cut off
     answer_buffer_bytes: int = 4 << 20  # of one stream, waiting for a slow client
     answer_limit_bytes: int = 64 << 20  # of one answer that is not streamed
 

@@ -88,6 +88,7 @@ class Router:
             async with asyncio.timeout(_AFTER_GRACE_S):
                 await asyncio.shield(serving)
         except TimeoutError:
+            server.hang_up()
             server.force_exit = True
             await serving
 

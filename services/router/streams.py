@@ -4,6 +4,7 @@ No I/O: frames and times come in as arguments; one waiter is woken when somethin
 """
 
 import asyncio
+from collections.abc import Callable
 
 from shared.contracts.errors import to_error
 from shared.contracts.inference import Frame, FrameKind, Head, Totals, decode_error, decode_head, decode_totals
@@ -33,10 +34,12 @@ class Answer:
         "ahead_bytes",
         "attempt",
         "body_s",
+        "cancelled",
         "ended",
         "error",
         "expires_s",
         "gap_s",
+        "hang_up",
         "head",
         "heard_s",
         "held_bytes",
@@ -47,8 +50,12 @@ class Answer:
         "pieces",
         "request_id",
         "resend_s",
+        "sink",
+        "stalled_s",
         "started_s",
         "stream",
+        "taken",
+        "taken_then",
         "too_much",
         "totals",
         "waiter",
@@ -67,6 +74,7 @@ class Answer:
         expires_s: float,
         limit_bytes: int,
         too_much: TenantryError,
+        hang_up: Callable[[], None] | None = None,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
@@ -82,6 +90,11 @@ class Answer:
         self.error: TenantryError | None = None
         self.lost = False
         self.ended = False  # the worker itself said END, ERROR or BOUNCED: there is nothing to cancel
+        self.cancelled = False  # the worker has been told
+        self.hang_up = hang_up
+        self.taken = 0  # how often the client's side took pieces
+        self.taken_then = 0
+        self.stalled_s: float | None = None  # loop time since when it is over and nothing is taken
         self.stream = stream
         self.accept_timeout_s = accept_timeout_s
         self.expires_s = expires_s  # loop time at which the whole request's budget is spent
@@ -95,6 +108,7 @@ class Answer:
         self.gap_s: float | None = None  # since when a frame is missing
         self.resend_s = 0.0
         self.waiter: asyncio.Future[None] | None = None
+        self.sink: Callable[[bytes], bool] | None = None  # takes a piece at once, or returns False; set while its reader waits
 
     @property
     def over(self) -> bool:
@@ -126,7 +140,8 @@ class Answer:
             self._apply(following, now_s)
         if self.gap_s is not None and not self.ahead:
             self.gap_s = None
-        self.wake()
+        if self.pieces or self.over:
+            self.wake()
         return False
 
     def _missing(self, now_s: float) -> bool:
@@ -140,6 +155,8 @@ class Answer:
         kind = frame.kind
         if kind == FrameKind.BODY:
             self.body_s = now_s
+            if self.sink is not None and not self.pieces and self.sink(frame.data):
+                return
             self.pieces.append(frame.data)
             self.held_bytes += len(frame.data)
             if self.held_bytes > self.limit_bytes:
@@ -174,6 +191,7 @@ class Answer:
         pieces = self.pieces
         if not pieces:
             return b""
+        self.taken += 1
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self.pieces = []
         self.held_bytes = 0

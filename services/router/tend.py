@@ -20,6 +20,7 @@ _TICK_S = 0.05
 _ACK_EVERY_S = 0.2
 _LONGEST_STEP_S = 0.25
 _ASK_AGAIN_S = 0.25
+_BREAK_OFF_S = 5.0  # for a blocked client to take the error that ended its stream
 _QUIET_S = 1.5  # something comes about every answer each second: quiet may be a lost end
 
 
@@ -33,6 +34,7 @@ class Tender:
         self._away_since_s: float | None = None
         self._connected_at_s = 0.0  # clock
         self._acked_at_s = 0.0
+        self._to_cancel: list[Answer] = []
         dispatcher.on_side("ping", self._pinged)
         self._bus.on_reconnect(self._reconnected)
 
@@ -63,6 +65,7 @@ class Tender:
         away = self._away_since_s is not None and now_s - self._away_since_s > self._settings.inter_token_timeout_s
         for answer in list(dispatcher.answers.values()):
             if answer.over:
+                self._look_after(answer, now_s)
                 continue
             if away:
                 answer.fail(WorkerLost("the bus has been away for longer than a stream may stand still"))
@@ -73,6 +76,20 @@ class Tender:
                 answer.fail(error, lost=lost)
             elif answer.accepted and self._ask_again(answer, dispatcher.clock_s):
                 dispatcher.ask_again(answer)
+
+    def _look_after(self, answer: Answer, now_s: float) -> None:
+        """An answer that is over and still here: its client's side is blocked, or about to end it."""
+        if answer.stalled_s is None or answer.taken != answer.taken_then:
+            answer.taken_then = answer.taken
+            answer.stalled_s = now_s
+            return
+        if not answer.ended and not answer.cancelled:
+            self._to_cancel.append(answer)
+        patience_s = _BREAK_OFF_S if answer.error is not None else self._settings.client_stall_timeout_s
+        if now_s - answer.stalled_s > patience_s and answer.hang_up is not None:
+            log.warning("request.client_stalled", request_id=answer.request_id)
+            answer.hang_up()
+            answer.hang_up = None
 
     def _ask_again(self, answer: Answer, clock_s: float) -> bool:
         asked_for_s = clock_s - answer.resend_s
@@ -105,6 +122,9 @@ class Tender:
         dispatcher = self._dispatcher
         if not self._bus.connected:
             return
+        to_cancel, self._to_cancel = self._to_cancel, []
+        for answer in to_cancel:
+            await dispatcher.cancel(answer, "attempt_given_up")
         if dispatcher.resends:
             resends, dispatcher.resends = dispatcher.resends, {}
             for worker_id, positions in resends.items():
@@ -148,3 +168,6 @@ class Tender:
         for answer in dispatcher.answers.values():
             if answer.accepted and not answer.over:
                 dispatcher.ask_again(answer)
+            elif not answer.accepted:  # the request itself may be lost: no long patience
+                answer.started_s = dispatcher.clock_s
+                answer.accept_timeout_s = min(answer.accept_timeout_s, self._settings.accept_timeout_s)

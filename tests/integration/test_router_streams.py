@@ -168,7 +168,7 @@ async def test_a_worker_that_does_not_accept_in_time_is_passed_over(running: Clu
 
 
 async def test_a_silent_worker_that_is_the_only_one_is_a_503_with_retry_after(nats_server: EmbeddedNats) -> None:
-    async with cluster(nats_server, accept_timeout_s=0.1, last_accept_timeout_s=0.2) as running:
+    async with cluster(nats_server, lone_accept_timeout_s=0.1, last_accept_timeout_s=0.2) as running:
 
         async def silent(attempt: Attempt) -> None:
             await attempt.cancelled.wait()
@@ -178,6 +178,27 @@ async def test_a_silent_worker_that_is_the_only_one_is_a_503_with_retry_after(na
         assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unavailable")
         assert response.headers["retry-after"] == "1"
         assert [attempt.request.attempt for attempt in running.worker.attempts] == [1, 2, 3]
+
+
+async def test_the_only_worker_is_not_asked_twice_for_a_short_stall(running: Cluster) -> None:
+    async def stalls(attempt: Attempt) -> None:
+        await asyncio.sleep(2 * running.router.settings.accept_timeout_s)
+        await attempt.answer()
+
+    running.worker.behaviour = stalls
+    assert (await running.ask("tone")).status_code == 200
+    assert len(running.worker.attempts) == 1
+
+
+async def test_a_request_lost_with_the_bus_is_sent_again_after_the_reconnect(running: Cluster) -> None:
+    async def never_heard(attempt: Attempt) -> None:
+        running.worker.behaviour = answers
+        await running.nats.kill()
+        await running.nats.start()
+
+    running.worker.behaviour = never_heard
+    response = await running.ask("tone")
+    assert (response.status_code, response.json()["attempt"]) == (200, 2)
 
 
 async def test_a_dead_worker_ends_a_begun_stream_with_an_error_event(running: Cluster) -> None:
@@ -320,8 +341,9 @@ async def test_a_client_that_does_not_read_is_cut_off_within_bounds(nats_server:
         writer.write(head.encode() + body)
         await until(lambda: running.worker.attempts)
         await asyncio.wait_for(running.worker.attempts[0].cancelled.wait(), 20)
+        await until(lambda: running.router.metrics.requests, 20)  # its connection was cut, though it never read
         writer.close()
-        assert reader is not None
+        assert b"data: [DONE]" not in await reader.read()
 
 
 async def test_a_nats_restart_in_mid_stream_cuts_nothing(running: Cluster) -> None:
