@@ -11,8 +11,9 @@ from services.cli.client import ClientError
 from services.cli.output import console, print_json
 from services.cli.progress import ApplyProgress
 
-_MARKS = {"added": "+", "changed": "~", "loaded": "+", "unchanged": "=", "left_alone": " ", "failed": "!"}
-_STYLES = {"added": "green", "changed": "yellow", "loaded": "green", "unchanged": "dim", "left_alone": "dim", "failed": "red"}
+_NAMED = 5  # of those left alone
+_MARKS = {"added": "+", "changed": "~", "loaded": "+", "unchanged": "=", "failed": "!"}
+_STYLES = {"added": "green", "changed": "yellow", "loaded": "green", "unchanged": "dim", "failed": "red"}
 
 
 def apply_file(
@@ -42,7 +43,13 @@ def apply_file(
 
 def print_outcome(outcome: Outcome) -> None:
     for change in outcome.changes:
+        if change.kind == "left_alone":
+            continue
         line = f"{_MARKS[change.kind]} {change.what}" + (f": {change.detail}" if change.detail else "")
         console.print(line, style=_STYLES[change.kind], markup=False, soft_wrap=True)
+    others = [change.what for change in outcome.changes if change.kind == "left_alone"]
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        console.print(f"  left alone, not in the file: {', '.join(others[:_NAMED])}{more}", style="dim", markup=False, soft_wrap=True)
     if not outcome.changed and not outcome.failed:
         console.print("nothing to change", style="dim")

@@ -62,7 +62,9 @@ class ApplyProgress(Listener):
         self._bars.update(self._task(entry), completed=sent_bytes, total=size_bytes, phase=_phase(sent_bytes, size_bytes))
 
     def ended(self, entry: AdapterEntry, change: Change) -> None:
-        task = self._task(entry)
+        task = self._tasks.get((entry.tenant, entry.name))
+        if task is None:  # nothing had to be done
+            return
         total = self._bars.tasks[task].total or 1
         self._bars.update(task, completed=total, total=total, phase=change.kind)
         self._bars.stop_task(task)

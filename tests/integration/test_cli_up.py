@@ -165,6 +165,39 @@ def test_applying_the_same_file_again_changes_nothing(up: Up) -> None:
     assert {change["kind"] for change in outcome["changes"]} == {"unchanged"}
 
 
+def test_applying_a_file_with_one_artifact_missing_loads_the_others_and_says_what_was_tried(up: Up, tmp_path: Path) -> None:
+    file = tmp_path / "teams.yaml"
+    file.write_text(
+        "adapters:\n"
+        "  - {name: nowhere, tenant: partly, vram_quota_mb: 10}\n"
+        f"  - {{name: here, tenant: partly, vram_quota_mb: 10, path: {DEMO / 'adapters' / 'lora_cs'}}}\n"
+    )
+    said = tenantry(up, "apply", "-f", str(file), "--json", expected=1)
+    assert "partly/nowhere" in said
+    views = json.loads(tenantry(up, "adapter", "list", "--tenant", "partly", "--json"))
+    assert [(view["name"], view["state"]) for view in views] == [("here", "ready")]
+    with pytest.raises(AssertionError, match=r"(?s)adapters/nowhere.*earlier upload"):
+        tenantry(up, "apply", "-f", str(file))
+    tenantry(up, "adapter", "drain", "here")
+    file.write_text("adapters:\n  - {name: here, tenant: partly, vram_quota_mb: 10}\n")
+    assert "+ partly/here" in tenantry(up, "apply", "-f", str(file))  # without a folder: what was uploaded before
+    tenantry(up, "adapter", "drain", "here")
+
+
+def test_an_upgrade_without_room_is_refused_with_figures_and_drain_first_makes_room(up: Up, tmp_path: Path) -> None:
+    file = tmp_path / "team.yaml"
+    entry = "adapters:\n  - {{name: tight, tenant: narrow, vram_quota_mb: 1, path: {}}}\n"
+    file.write_text(entry.format(DEMO / "adapters" / "lora_cs"))
+    tenantry(up, "apply", "-f", str(file))
+    file.write_text(entry.format(DEMO / "adapters" / "lora_sales"))
+    with pytest.raises(AssertionError, match=r"(?s)asks for.*holds.*allowed.*--drain-first") as refused:
+        tenantry(up, "apply", "-f", str(file))
+    assert "tight" in str(refused.value)
+    assert json.loads(tenantry(up, "adapter", "show", "tight", "--json"))["version"] == 1
+    assert "version 2" in tenantry(up, "apply", "-f", str(file), "--drain-first")
+    tenantry(up, "adapter", "drain", "tight")
+
+
 def test_an_adapter_for_another_revision_of_the_base_is_refused_with_the_reason(up: Up) -> None:
     said = tenantry(up, "adapter", "add", "sales", "lora_old", str(DEMO / "other" / "lora_sales_v0"), expected=1)
     assert "v0" in said
