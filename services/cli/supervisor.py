@@ -24,6 +24,9 @@ from shared.runtime import Stop
 
 Say = Callable[[str], None]
 
+_RETRY_S = 0.5
+_NATS_ATTEMPTS = 5
+
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Each service's own environment, secrets left out."""
@@ -122,8 +125,14 @@ class Supervisor:
             if self._stopping:
                 return
             self._say(f"nats ended (exit code {code}); starting it again")
-            await asyncio.sleep(0.2)
-            await self.nats.start()
+            for attempt in range(_NATS_ATTEMPTS):
+                await asyncio.sleep(_RETRY_S)
+                try:
+                    await self.nats.start()
+                    break
+                except StartFailed:
+                    if attempt == _NATS_ATTEMPTS - 1:
+                        raise
 
     async def _watch(self) -> None:
         """Keeps the bus's users as the tenants' records say, and notices the worker's reports."""
@@ -148,6 +157,7 @@ class Supervisor:
             if key.startswith(TENANT_PREFIX):
                 changed.set()
 
+        in_force = self.nats.users
         mirror = Mirror(bus, bucket, on_change, keys=f"{TENANT_PREFIX}*")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(mirror.run())
@@ -158,8 +168,15 @@ class Supervisor:
                 await asyncio.sleep(0.1)  # a file that names many tenants makes one reload
                 changed.clear()
                 users = service_users(self._secrets.nats) + tenant_users(tenants_in(mirror.entries))
-                if users != self.nats.users:
+                if users == in_force:
+                    continue
+                try:
                     await self.nats.reload(users)
+                    in_force = users
+                except StartFailed as error:
+                    self._say(f"the bus's users could not be changed, trying again: {error.message}")
+                    changed.set()
+                    await asyncio.sleep(_RETRY_S)
 
     def _reported(self, message: Message) -> None:
         try:

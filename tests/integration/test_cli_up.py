@@ -291,6 +291,9 @@ def test_a_service_that_is_killed_is_started_again_and_it_is_said(tmp_path: Path
             child.kill()
             up.wait_for(f"{name} ended (killed by SIGKILL)", 30)
         wait(lambda: serves(up), 60, "all serve again")
+        next(child for child in psutil.Process(up.process.pid).children() if "nats-server" in child.name()).kill()
+        up.wait_for("nats ended", 30)
+        wait(lambda: serves(up), 60, "all serve again")
     finally:
         assert up.stop() == 0
 
