@@ -20,7 +20,7 @@ import pytest
 from services.cli import output
 from services.cli.__main__ import main
 from services.cli.archive import pack
-from services.cli.up import DEMO, ROOT
+from services.cli.up_options import DEMO, ROOT
 
 READY_S = 60.0
 READY = "Ready. Ctrl-C drains"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.manifest import MB, parse, read
-from services.cli.up import DEMO
+from services.cli.up_options import DEMO
 from shared.contracts.state import Routing, RoutingDefault
 from shared.errors import ConfigInvalid
 
