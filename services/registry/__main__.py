@@ -20,6 +20,7 @@ from services.registry.service import RegistryService
 from services.registry.settings import RegistrySettings
 from services.registry.store import open_store
 from services.registry.tenants import TenantService
+from services.registry.uploads import UploadRecords
 from services.registry.workers import WorkerService
 from services.registry.workspace import emptied
 from shared.bus import Bus, connect_with_patience, settings_from
@@ -36,11 +37,12 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
     mounting = Mounting(store)
     matrix = MatrixService(store)
     with emptied(folder) as work_dir:
-        intake = IntakeService(store, mounting, settings, work_dir)
+        uploads = UploadRecords(store, mounting)
+        intake = IntakeService(store, mounting, uploads, settings, work_dir)
         reconciler = Reconciler(store, mounting, intake, settings, registry_id)
         workers = WorkerService(store, mounting, matrix)
         tenants = TenantService(store)
-        adapters = AdapterService(store, mounting, intake)
+        adapters = AdapterService(store, mounting, uploads, intake)
         async with store.mirrored(), asyncio.TaskGroup() as group:
             service = RegistryService(bus, group, settings.max_requests, tenants, matrix, adapters, workers)
             running = [
@@ -49,7 +51,7 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
                     reconciler.beat(),
                     reconciler.run(),
                     acks.consume(store, mounting),
-                    Onboarding(store, mounting, intake).consume(),
+                    Onboarding(store, mounting, uploads, intake).consume(),
                 )
             ]
             await service.start()

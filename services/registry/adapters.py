@@ -9,6 +9,7 @@ from services.registry.intake import IntakeService
 from services.registry.mounting import Mounting
 from services.registry.store import Store
 from services.registry.tenants import checked_name
+from services.registry.uploads import UploadRecords
 from services.registry.views import adapter_view
 from shared.bus import read_last
 from shared.contracts import adapters, admin
@@ -28,9 +29,10 @@ _MAX_EVENTS = 10_000
 
 
 class AdapterService:
-    def __init__(self, store: Store, mounting: Mounting, intake: IntakeService) -> None:
+    def __init__(self, store: Store, mounting: Mounting, uploads: UploadRecords, intake: IntakeService) -> None:
         self._store = store
         self._mounting = mounting
+        self._uploads = uploads
         self._intake = intake
 
     async def add(self, request: admin.AddAdapter) -> admin.AdapterView:
@@ -50,16 +52,17 @@ class AdapterService:
             object=request.object,
             base=request.base,
             drain_first=request.drain_first,
-            make_default=request.make_default,
         )
         if request.object:
-            record = await self._intake.register(tenant, request.name, pool.pool_id, intake, request.request)
+            record = await self._uploads.register(tenant, request.name, pool.pool_id, intake, request.request)
+            record = await self._intake.take_in(record)
         else:
             record = await self._stored(tenant, request.name)
-            if record.state in HOLDS_RESERVATION:
-                return await self._when_settled(record, request.wait_s)
-            record = await self._intake.remount(record, intake, request.request)
-        return await self._when_settled(await self._intake.take_in(record), request.wait_s)
+            if record.state not in HOLDS_RESERVATION:
+                record = await self._intake.take_in(await self._uploads.remount(record, intake, request.request))
+        if request.make_default:
+            await self._store.change_tenant(tenant.name, lambda t: msgspec.structs.replace(t, default_adapter=request.name))
+        return await self._when_settled(record, request.wait_s)
 
     async def _tenant_for(self, request: admin.AddAdapter) -> Tenant:
         checked_name(request.name, "adapter")

@@ -5,8 +5,6 @@ steps are idempotent, and the reservation is one compare-and-set.
 """
 
 import asyncio
-import base64
-import secrets
 import shutil
 from pathlib import Path
 
@@ -15,89 +13,39 @@ import msgspec
 import structlog
 
 from services.registry import artifacts
-from services.registry.mounting import Mounting, stepped
+from services.registry.mounting import Mounting
 from services.registry.settings import RegistrySettings
 from services.registry.store import Store
+from services.registry.uploads import COMING_IN, AnotherRegistry, UploadRecords
 from shared.artifacts.bundle import Bundle
 from shared.bus import BusUnavailable, Entry, ObjectCorrupt
 from shared.contracts import state
-from shared.contracts.adapters import STAGING_BUCKET, PoolEntry
-from shared.contracts.errors import to_info
-from shared.contracts.state import AdapterRecord, Intake, Tenant
-from shared.errors import BaseMismatch, BodyTooLarge, Conflict, TenantryError
+from shared.contracts.adapters import PoolEntry
+from shared.contracts.state import AdapterRecord
+from shared.errors import BaseMismatch, BodyTooLarge, Conflict, InternalError, TenantryError
 from shared.policy.admission import Ask, Reserved, decide, rank_class
 from shared.policy.compatibility import check, resolve_base, same_base
-from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState, LifecycleEvent, step
+from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState
 from shared.policy.mounts import Change, Outcome
 from shared.runtime import end
 
 log = structlog.get_logger()
 
-_COMING_IN = frozenset({AdapterState.UPLOADED, AdapterState.VALIDATING})
 _BEAT_S = 1.0
 _MAX_STARTS = 5  # an upload that cannot be read that often is refused
-
-
-class AnotherRegistry(TenantryError):
-    """The validation was taken over by another registry, which will end it."""
-
-    code = "conflict_of_registries"
-
-
-def new_adapter_id() -> str:
-    """Opaque and unguessable: 130 random bits."""
-    return "ad_" + base64.b32encode(secrets.token_bytes(17)).decode().lower()[:26]
 
 
 class IntakeService:
     """Runs at most max_validations at once; more wait their turn."""
 
-    def __init__(self, store: Store, mounting: Mounting, settings: RegistrySettings, work_dir: Path) -> None:
+    def __init__(self, store: Store, mounting: Mounting, records: UploadRecords, settings: RegistrySettings, work_dir: Path) -> None:
         self._store = store
         self._mounting = mounting
+        self._records = records
         self._settings = settings
         self._work_dir = work_dir
         self._turns = asyncio.Semaphore(settings.max_validations)
         self.at_work: set[str] = set()  # adapter ids
-
-    async def register(self, tenant: Tenant, name: str, pool_id: str, intake: Intake, request: str) -> AdapterRecord:
-        """A record for an upload whose content nobody has looked at yet."""
-        record = AdapterRecord(
-            adapter_id=new_adapter_id(),
-            tenant_id=tenant.tenant_id,
-            tenant=tenant.name,
-            name=name,
-            version=0,
-            digest="",
-            pool_id=pool_id,
-            state=AdapterState.UPLOADED,
-            intake=intake,
-            request=request,
-        )
-        record = stepped(record, AdapterState.UPLOADED)
-        await self._store.catalog.create(state.ADAPTER_PREFIX + record.adapter_id, state.encode(record))
-        await self._mounting.announce(record)
-        return record
-
-    async def remount(self, record: AdapterRecord, intake: Intake, request: str) -> AdapterRecord:
-        """A version at rest on its way in again, from its own artifact or a new upload of the same bytes.
-
-        :raises Conflict: it is not at rest.
-        """
-
-        def start(now: AdapterRecord) -> AdapterRecord | None:
-            if now.state in HOLDS_RESERVATION or now.state in _COMING_IN:
-                return None
-            new = step(now.state, LifecycleEvent.REMOUNT_ORDERED)
-            # an identity that the uploader once declared for the stored artifact still holds
-            kept = intake if intake.bucket or intake.base else msgspec.structs.replace(intake, base=now.intake.base)
-            return stepped(msgspec.structs.replace(now, intake=kept, request=request, error=None), new, "mounted again")
-
-        changed = await self._store.change_record(record.adapter_id, start)
-        if changed is None:
-            raise Conflict(f"{record.name} version {record.version} is not at rest; try again", adapter=record.name, retry_after_s=1.0)
-        await self._mounting.announce(changed)
-        return changed
 
     async def take_in(self, record: AdapterRecord) -> AdapterRecord:
         """From uploaded or validating to reserved and ordered to load; or the earlier version that these bytes already are.
@@ -127,35 +75,20 @@ class IntakeService:
         except AnotherRegistry:
             return await self._present(work)
         except BusUnavailable as error:
-            return await self.reject(work.record, error) if work.record.intake.starts >= _MAX_STARTS else error
+            return await self._records.reject(work.record, error) if work.record.intake.starts >= _MAX_STARTS else error
         except ObjectCorrupt as error:
-            return await self.reject(work.record, BodyTooLarge(error.message, **error.fields) if "limit_bytes" in error.fields else error)
+            is_too_big = "limit_bytes" in error.fields
+            return await self._records.reject(work.record, BodyTooLarge(error.message, **error.fields) if is_too_big else error)
         except TenantryError as error:
-            return await self.reject(work.record, error)
-
-    async def reject(self, record: AdapterRecord, error: TenantryError) -> TenantryError:
-        """The record's end, unless it has gone on meanwhile; returns the error to raise."""
-
-        def refuse(now: AdapterRecord) -> AdapterRecord | None:
-            if now.state not in _COMING_IN:
-                return None
-            new = step(now.state, LifecycleEvent.VALIDATION_REFUSED)
-            return stepped(msgspec.structs.replace(now, error=to_info(error)), new, error.message)
-
-        rejected = await self._store.change_record(record.adapter_id, refuse)
-        if rejected is not None:
-            await self._mounting.announce(rejected)
-            await self.discard_upload(rejected)
-        return error
-
-    async def discard_upload(self, record: AdapterRecord) -> None:
-        """What the staging bucket held for it; a tenant's own bucket is the tenant's."""
-        if record.intake.bucket == STAGING_BUCKET and record.intake.object:
-            await self._store.staging.delete(record.intake.object)
+            return await self._records.reject(work.record, error)
+        except Exception:  # a fault of ours or of this machine (its disk is full): told as such, and not tried for ever
+            log.exception("intake.failed", adapter=work.record.adapter_id)
+            fault = InternalError("the registry could not validate the upload; its log says why")
+            return await self._records.reject(work.record, fault)
 
     async def _run(self, work: "_Work") -> AdapterRecord:
         intake = msgspec.structs.replace(work.record.intake, starts=work.record.intake.starts + 1)
-        record = await self._checkpoint(work, AdapterState.VALIDATING, intake=intake)
+        work.record = record = await self._records.checkpoint(work.record, AdapterState.VALIDATING, intake=intake)
         pool, revision = await self._store.the_pool(record.pool_id)
         if record.adapter_id in pool.mounts:  # reserved by a registry that died before it said so in the record
             mount = pool.mounts[record.adapter_id]
@@ -169,7 +102,7 @@ class IntakeService:
         else:
             await self._check_again(record, pool)
         await self._reserve(work)
-        await self.discard_upload(work.record)
+        await self._records.discard_upload(work.record)
         return await self._present(work)
 
     async def _examine(self, work: "_Work", pool: PoolEntry, folder: Path) -> AdapterRecord | None:
@@ -192,8 +125,8 @@ class IntakeService:
         prepared = await anyio.to_thread.run_sync(artifacts.prepare, bundle, claim, base, limits, folder)
         name = f"{work.record.tenant_id}.{work.record.adapter_id}"
         await self._store.artifacts.put_file(name, prepared.archive)
-        await self._checkpoint(
-            work,
+        work.record = await self._records.checkpoint(
+            work.record,
             base=pool.base,
             base_label=claim.label,
             provenance=claim.provenance,
@@ -220,7 +153,7 @@ class IntakeService:
         holder = await self._store.catalog.get(key)
         earlier = await self._store.record(holder.value.decode()) if holder and holder.value.decode() != record.adapter_id else None
         if earlier is None:
-            await self._checkpoint(work, digest=bundle.digest, size_bytes=bundle.size_bytes)
+            work.record = await self._records.checkpoint(work.record, digest=bundle.digest, size_bytes=bundle.size_bytes)
             return None
         if earlier.state is AdapterState.DRAINING:
             raise Conflict(
@@ -229,19 +162,13 @@ class IntakeService:
                 version=earlier.version,
                 state=earlier.state.value,
             )
-        if earlier.state in HOLDS_RESERVATION or earlier.state in _COMING_IN:
-            await self._forget(work)
+        if earlier.state in HOLDS_RESERVATION or earlier.state in COMING_IN:
+            await self._records.forget(record)
             return earlier
-        again = await self.remount(earlier, record.intake, record.request)
-        await self._forget(work, keep_upload=True)
+        again = await self._records.remount(earlier, record.intake, record.request)
+        await self._records.forget(record, keep_upload=True)
         work.record = again
         return None
-
-    async def _forget(self, work: "_Work", keep_upload: bool = False) -> None:
-        """This record was only the way in to an earlier version."""
-        if not keep_upload:
-            await self.discard_upload(work.record)
-        await self._store.catalog.delete(state.ADAPTER_PREFIX + work.record.adapter_id)
 
     async def _check_again(self, record: AdapterRecord, pool: PoolEntry) -> None:
         """A stored artifact may have been made for another base, or the matrix may have changed since."""
@@ -283,43 +210,16 @@ class IntakeService:
             return decided if isinstance(decided, TenantryError) else _follows(decided, pool)
 
         await self._mounting.change(record.pool_id, admit)
-        if record.intake.make_default:
-            await self._store.change_tenant(record.tenant, lambda t: msgspec.structs.replace(t, default_adapter=record.name))
-
-    async def _checkpoint(self, work: "_Work", new: AdapterState | None = None, **changes: object) -> AdapterRecord:
-        """Writes progress into the record.
-
-        :raises AnotherRegistry: the record is no longer ours to write.
-        """
-
-        def write(now: AdapterRecord) -> AdapterRecord | None:
-            if now.state not in _COMING_IN:
-                return None
-            changed = msgspec.structs.replace(now, **changes)
-            return stepped(changed, new) if new is not None and new is not now.state else changed
-
-        changed = await self._store.change_record(work.record.adapter_id, write)
-        if changed is None:
-            raise AnotherRegistry("the record has gone on without us")
-        work.record = changed
-        if new is not None:
-            await self._mounting.announce(changed)
-        return changed
 
     async def _present(self, work: "_Work") -> AdapterRecord:
         found = await self._store.record(work.record.adapter_id)
         return found if found is not None else work.record
 
     async def _beat(self, work: "_Work") -> None:
-        def bump(now: AdapterRecord) -> AdapterRecord | None:
-            if now.state not in _COMING_IN:
-                return None
-            return msgspec.structs.replace(now, intake=msgspec.structs.replace(now.intake, beat=now.intake.beat + 1))
-
         while True:
             await asyncio.sleep(_BEAT_S)
             try:
-                await self._store.change_record(work.record.adapter_id, bump)
+                await self._records.beat(work.record.adapter_id)
             except TenantryError as error:
                 log.warning("intake.beat_failed", adapter=work.record.adapter_id, code=error.code)
 

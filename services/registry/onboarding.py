@@ -12,6 +12,7 @@ from services.registry.intake import IntakeService
 from services.registry.mounting import Mounting, now
 from services.registry.store import Store
 from services.registry.tenants import checked_name
+from services.registry.uploads import UploadRecords
 from shared.bus import BusUnavailable, Consumer, Delivery, publish_durable
 from shared.contracts import adapters
 from shared.contracts.adapters import AdapterEvent, OnboardAdapter
@@ -31,9 +32,10 @@ _MAX_DELIVERIES = 8
 
 
 class Onboarding:
-    def __init__(self, store: Store, mounting: Mounting, intake: IntakeService) -> None:
+    def __init__(self, store: Store, mounting: Mounting, uploads: UploadRecords, intake: IntakeService) -> None:
         self._store = store
         self._mounting = mounting
+        self._uploads = uploads
         self._intake = intake
 
     async def consume(self) -> None:
@@ -105,7 +107,7 @@ class Onboarding:
             raise InvalidRequest("object is empty: name the archive in your upload bucket", field="object", got="")
         pool, _ = await self._store.the_pool("")
         intake = Intake(bucket=adapters.uploads_bucket(tenant_id), object=request.object, base=request.base)
-        return await self._intake.register(tenant, request.name, pool.pool_id, intake, request.request)
+        return await self._uploads.register(tenant, request.name, pool.pool_id, intake, request.request)
 
     async def _was_silent(self, record: AdapterRecord) -> bool:
         """Whether the refusal left no rejected record that was announced."""

@@ -16,6 +16,7 @@ from services.registry.intake import IntakeService
 from services.registry.mounting import Mounting
 from services.registry.settings import RegistrySettings
 from services.registry.store import Store
+from services.registry.uploads import COMING_IN
 from shared.contracts import state
 from shared.contracts.adapters import STAGING_BUCKET, DrainOrder, Mount, PoolEntry
 from shared.contracts.errors import ErrorInfo
@@ -26,7 +27,6 @@ from shared.policy.mounts import Change, Outcome, order_drain, order_waiting
 
 log = structlog.get_logger()
 
-_COMING_IN = frozenset({AdapterState.UPLOADED, AdapterState.VALIDATING})
 _HEARTBEAT_SILENCE = 12  # heartbeats not seen back in our own mirror after which it is built anew
 
 
@@ -110,7 +110,7 @@ class Reconciler:
                     await self._tend(pool_id, revision, mount, record, now_s)
         mounted = {mount_id for pool, _ in pools.values() for mount_id in pool.mounts}
         for record in records.values():
-            if record.state in _COMING_IN:
+            if record.state in COMING_IN:
                 self._resume_if_abandoned(record, now_s, group)
             elif record.state in HOLDS_RESERVATION and record.adapter_id not in mounted:
                 await self._settle_if_gone(record, now_s)
@@ -197,7 +197,7 @@ class Reconciler:
             if await self._store.record(name.rsplit(".", 1)[-1]) is None:
                 log.info("artifact.deleted", artifact=name)
                 await self._store.artifacts.delete(name)
-        coming_in = [record for record in self._store.records() if record.state in _COMING_IN]
+        coming_in = [record for record in self._store.records() if record.state in COMING_IN]
         wanted = {record.intake.object for record in coming_in if record.intake.bucket == STAGING_BUCKET}
         staged = await self._store.staging.names()
         for name in staged:

@@ -79,7 +79,6 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
     object: str = ""
     base: str = ""  # an explicit base identity
     drain_first: bool = False
-    make_default: bool = False
     starts: int = 0  # how often its validation has been started
     beat: int = 0  # grows while a registry works on it; one that stands still has lost its registry
 

@@ -16,7 +16,7 @@ from shared.contracts import adapters, admin, state
 from shared.contracts.adapters import AdapterFailed, AdapterState, PoolEntry
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.state import AdapterRecord, HistoryStep
-from shared.errors import TenantryError
+from shared.errors import InternalError, TenantryError
 from tests import adapters_factory as factory
 from tests.integration.registry_rig import POOL, QUICK, SLOT_BYTES, Admin, FakeWorker, obeying, running_registry, small_cluster
 from tests.integration.test_registry_adapters import adapter
@@ -129,6 +129,19 @@ async def test_only_the_newest_refusals_are_kept_and_staged_leftovers_go(bus: Bu
 
         await until_async(cleared, what="old refusals and staged leftovers are gone")
         assert (await manager.show("sales", "tone")).adapter_id == view.adapter_id
+
+
+async def test_a_fault_of_the_machine_is_told_as_such_and_the_registry_lives_on(bus: Bus, tmp_path: Path) -> None:
+    work_dir = tmp_path / "work"
+    async with small_cluster(bus, msgspec.structs.replace(QUICK, work_dir=str(work_dir), registry_id="r1")) as (manager, _):
+        await manager.tenant("sales")
+        (work_dir / "tenantry-r1").rmdir()
+        (work_dir / "tenantry-r1").write_bytes(b"in the way")  # as on a full disk: no folder can be made
+        with pytest.raises(InternalError, match="could not validate"):
+            await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
+        (work_dir / "tenantry-r1").unlink()
+        (work_dir / "tenantry-r1").mkdir()
+        assert (await manager.add("sales", "tone", adapter(tmp_path), tmp_path)).state == "ready"
 
 
 async def test_a_registry_outlives_its_bus(nats_server: EmbeddedNats, bus: Bus, tmp_path: Path) -> None:
