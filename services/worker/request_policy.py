@@ -3,6 +3,7 @@
 Pure. Quotas are the governor's; what a field means is the engine's.
 """
 
+from functools import lru_cache
 from typing import Any, cast
 
 import msgspec
@@ -195,7 +196,12 @@ def publicise(piece: bytes, engine_model: str, public_model: str) -> bytes:
     """
     if engine_model == public_model:
         return piece
-    return piece.replace(engine_model.encode(), _encode(public_model)[1:-1])
+    return piece.replace(*_model_names(engine_model, public_model))
+
+
+@lru_cache(maxsize=4096)
+def _model_names(engine_model: str, public_model: str) -> tuple[bytes, bytes]:
+    return engine_model.encode(), _encode(public_model)[1:-1]
 
 
 def _parse(body: bytes) -> dict[str, Any]:
