@@ -111,7 +111,7 @@ class FrameKind(IntEnum):
     ERROR = 6  # data: ErrorInfo
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     attempt: int
     seq: int
