@@ -128,7 +128,14 @@ def vllm_router(policy: str) -> System:
                 backend_port, backend = started.http_backend(kind)
                 port = free_port()
                 argv = [peers.binary("vllm-router"), "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
-                argv += ["--worker-urls", f"http://127.0.0.1:{backend_port}", "--prometheus-port", str(free_port()), "--log-level", "warning"]
+                argv += [
+                    "--worker-urls",
+                    f"http://127.0.0.1:{backend_port}",
+                    "--prometheus-port",
+                    str(free_port()),
+                    "--log-level",
+                    "warning",
+                ]
                 gateway = started.start(f"vllm-router-{kind}", argv, GATEWAY_CORE)
                 answers(port, "/health", gateway)
                 faces[kind] = Face(port, gateway=(gateway.pid,), beside={"backend": backend.pid})
