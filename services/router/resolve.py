@@ -108,7 +108,7 @@ def visible_models(table: RouteTable, secret: str, mark: str) -> list[ModelInfo]
     for pool in table.pools.values():
         for alias, adapter_id in sorted(pool.entry.aliases.get(tenant.name, {}).items()):
             mount = pool.entry.mounts.get(adapter_id)
-            if mount is not None and mount.state is AdapterState.READY:
+            if mount is not None and mount.state is AdapterState.READY and mount.tenant_id == tenant.tenant_id:
                 found.append(ModelInfo(model=alias, handle=pool.handles[adapter_id]))
     if tenant.base_allowed:
         found += [ModelInfo(model=pool.base_label, handle=_base_handle(pool, tenant)) for pool in table.pools.values()]
@@ -119,7 +119,7 @@ def _adapter(table: RouteTable, tenant: Tenant, model: str) -> Route | None:
     """The tenant's adapter of that name (`alias` or `alias@version`), None if it has none of the name."""
     alias, at, version = model.partition("@")
     for pool in table.pools.values():
-        mounts = pool.mounts.get(tenant.name, {}).get(alias, [])
+        mounts = [mount for mount in pool.mounts.get(tenant.name, {}).get(alias, ()) if mount.tenant_id == tenant.tenant_id]
         if at:
             mounts = [mount for mount in mounts if str(mount.version) == version]
             serving = mounts
@@ -142,7 +142,8 @@ def _route(pool: PoolRoutes, mount: Mount) -> Route:
 
 
 def _base(table: RouteTable, tenant: Tenant, model: str) -> Route:
-    named = [pool for pool in table.pools.values() if model in {pool.base_label, pool.entry.base}]
+    label = "" if _has_had(table, tenant, model) else model
+    named = [pool for pool in table.pools.values() if pool.base_label == label or pool.entry.base == model]
     if not named:
         raise AdapterNotFound(f"the model `{model[:128]}` does not exist, or this key may not use it", param="model")
     if not tenant.base_allowed:
@@ -151,6 +152,11 @@ def _base(table: RouteTable, tenant: Tenant, model: str) -> Route:
     if len(identities) > 1:
         raise InvalidRequest(f"`{model}` names several bases; use one of: {', '.join(identities)}", param="model", choices=identities)
     return _base_route(named, tenant)
+
+
+def _has_had(table: RouteTable, tenant: Tenant, name: str) -> bool:
+    """Whether the name has ever been an adapter's of this tenant: it never stands for a base again, least of all once that one is gone."""
+    return any(name in pool.entry.versions.get(tenant.name, {}) for pool in table.pools.values())
 
 
 def _base_route(pools: list[PoolRoutes], tenant: Tenant) -> Route:

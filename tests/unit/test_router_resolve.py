@@ -1,5 +1,6 @@
 """Who gets what, as tables: keys, tenant marks, models, defaults, and what is never revealed."""
 
+import msgspec
 import pytest
 
 from services.router.models import list_models
@@ -141,6 +142,23 @@ def test_two_revisions_of_a_base_under_one_label_must_be_told_apart_by_identity(
     routes = table(pool_entry(), pool_entry(pool_id="other", base=OTHER_BASE))
     assert code_of(routes, SALES_KEY, "", "demo") == "invalid_request"
     assert resolve(routes, SALES_KEY, "", OTHER_BASE).handle.base == OTHER_BASE
+
+
+def test_a_name_that_was_an_adapters_never_falls_back_to_a_base_of_the_same_name() -> None:
+    named_like_the_base = mount("demo", "sales")
+    mounted = pool_entry(named_like_the_base)
+    assert resolve(table(mounted), SALES_KEY, "", "demo").handle.public_model == "demo@1"
+    unloaded = msgspec.structs.replace(pool_entry(), versions={"sales": {"demo": 1}})
+    routes = table(unloaded)
+    assert code_of(routes, SALES_KEY, "", "demo") == UNKNOWN
+    assert resolve(routes, SALES_KEY, "", BASE).handle.adapter_id == "", "the identity is never ambiguous"
+    assert resolve(routes, CS_KEY, "", "demo").handle.adapter_id == "", "another tenant's name means nothing"
+
+
+def test_a_mount_of_an_earlier_tenant_of_the_same_name_is_nobodys() -> None:
+    left_over = msgspec.structs.replace(mount("tone", "sales"), tenant_id="t_sales_of_last_year")
+    assert code_of(table(pool_entry(left_over)), SALES_KEY, "", "tone") == UNKNOWN
+    assert code_of(table(pool_entry(left_over)), SALES_KEY, "", "tone@1") == UNKNOWN
 
 
 def test_a_gateway_without_a_mark_gets_the_base_and_nothing_else_under_base_only() -> None:
