@@ -6,16 +6,18 @@ import msgspec
 
 from services.router.asgi import AsgiApp, Receive, Scope, Send, answer_whole
 from services.router.freshness import Freshness
-from services.router.metrics import Metrics
 from shared.bus import Bus
 
 _encode = msgspec.json.Encoder().encode
 
 
 class App:
-    """Data-plane paths go to the data plane by themselves; only /admin/v1 meets FastAPI."""
+    """Data-plane paths go to the data plane by themselves; only /admin/v1 meets FastAPI.
 
-    def __init__(self, data_plane: AsgiApp, admin_plane: AsgiApp, freshness: Freshness, bus: Bus, metrics: Metrics) -> None:
+    `metrics` name tenants and their adapters, so whoever gives them in asks for a credential first.
+    """
+
+    def __init__(self, data_plane: AsgiApp, admin_plane: AsgiApp, freshness: Freshness, bus: Bus, metrics: AsgiApp) -> None:
         self.stopping = False
         self._data_plane = data_plane
         self._admin_plane = admin_plane
@@ -36,7 +38,7 @@ class App:
             body = {"ready": not reason} | ({"reason": reason} if reason else {})
             await answer_whole(send, 503 if reason else 200, _encode(body), [])
         elif path == "/metrics":
-            await answer_whole(send, 200, self._metrics.text(), [], b"text/plain; version=0.0.4; charset=utf-8")
+            await self._metrics(scope, receive, send)
         else:
             await self._data_plane(scope, receive, send)  # it knows how to say 404
 

@@ -7,6 +7,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from services.router.asgi import Receive, Scope, Send, answer_whole
+
 _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -84,6 +86,10 @@ class Metrics(Collector):
             yield counter
         for name, (text, read) in self.gauges.items():
             yield GaugeMetricFamily(name, text, value=read())
+
+    async def answer(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        await answer_whole(send, 200, self.text(), [], b"text/plain; version=0.0.4; charset=utf-8")
 
     def text(self) -> bytes:
         registry = CollectorRegistry()

@@ -5,7 +5,7 @@ import socket
 
 import structlog
 
-from services.router.admin.gate import make_admin_plane
+from services.router.admin.gate import Gate, make_admin_plane
 from services.router.api import DataPlane
 from services.router.app import App
 from services.router.dispatch import Dispatcher
@@ -56,7 +56,7 @@ class Router:
         freshness = self.freshness = Freshness(bus, HEARTBEAT_KEY, self._rebuild, settings.watch_silence_s, settings.stale_after_s)
         plane = DataPlane(dispatcher, self.table, freshness, usage, self.metrics, self.settings)
         admin = make_admin_plane(bus, self.table, self.fleet, self.settings)
-        app = App(plane, admin, freshness, bus, self.metrics)
+        app = App(plane, admin, freshness, bus, Gate(self.metrics.answer, self.settings.admin_key_sha256))
         server = make_server(app, self.settings.grace_s)
         self._gauges(plane, usage, freshness, bus)
         await dispatcher.start()

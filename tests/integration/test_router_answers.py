@@ -10,6 +10,7 @@ from shared.bus.embedded import EmbeddedNats
 from shared.contracts import state
 from shared.contracts.inference import FrameKind
 from tests.router_fakes import (
+    ADMIN_KEY,
     BASE,
     CS_KEY,
     GATEWAY_KEY,
@@ -174,5 +175,13 @@ async def test_every_request_leaves_an_outcome_in_the_usage_stream(running: Clus
 async def test_metrics_and_health_say_how_it_goes(running: Cluster) -> None:
     await running.ask("tone")
     assert (await running.client.get("/health")).json() == {"status": "ok"}
-    text = (await running.client.get("/metrics")).text
+    text = (await running.client.get("/metrics", headers={"authorization": f"Bearer {ADMIN_KEY}"})).text
     assert 'tenantry_requests_total{model="tone@1",path="/v1/chat/completions",status="200",tenant="sales"} 1.0' in text
+
+
+async def test_metrics_name_tenants_and_so_need_the_admin_key(running: Cluster) -> None:
+    await running.ask("tone")
+    for headers in ({}, {"authorization": f"Bearer {CS_KEY}"}):
+        refused = await running.client.get("/metrics", headers=headers)
+        assert refused.status_code == 401
+        assert "sales" not in refused.text

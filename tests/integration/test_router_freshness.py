@@ -12,7 +12,7 @@ from shared.bus import Bus, BusSettings, connect
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import state
 from shared.contracts.state import STATE_BUCKET
-from tests.router_fakes import SALES_KEY, Cluster, cluster, until
+from tests.router_fakes import ADMIN_KEY, SALES_KEY, Cluster, cluster, until
 
 REVOKED = state.ApiKey(key_id="k1", label="", tenants=("sales",), revoked=True)
 
@@ -75,7 +75,7 @@ async def test_with_the_registry_down_the_data_plane_serves_on(nats_server: Embe
         await until(lambda: freshness.doubt is Doubt.REGISTRY_DOWN)
         assert (await running.ask("tone")).status_code == 200
         assert (await running.client.get("/ready")).status_code == 200
-        assert "tenantry_registry_down 1.0" in (await running.client.get("/metrics")).text
+        assert "tenantry_registry_down 1.0" in (await running.client.get("/metrics", headers={"authorization": f"Bearer {ADMIN_KEY}"})).text
         running.registry.beating = True
         await until(lambda: freshness.doubt is Doubt.NONE)
 

@@ -24,7 +24,7 @@ _OPEN = frozenset({f"{PREFIX}/openapi.json", f"{PREFIX}/docs"})  # the same for 
 
 
 class Gate:
-    """Lets through only who holds the admin credential; without one configured, nobody."""
+    """Lets through only who holds the admin credential; without one configured, nobody. For the admin plane and the metrics."""
 
     def __init__(self, inner: AsgiApp, key_sha256: str) -> None:
         self._inner = inner
