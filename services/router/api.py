@@ -17,7 +17,7 @@ from services.router.exchange import Exchange
 from services.router.freshness import Freshness
 from services.router.metrics import Metrics
 from services.router.models import list_models, show_model
-from services.router.openai import MethodNotAllowed, body_of, retry_after_of, status_of
+from services.router.openai import BodyTooSlow, MethodNotAllowed, body_of, retry_after_of, status_of
 from services.router.resolve import authenticate, resolve, secret_of
 from services.router.routes import RouteTable
 from services.router.server import HANG_UP, ON_GONE, WRITE_PIECE
@@ -40,6 +40,7 @@ log = structlog.get_logger()
 
 GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/tokenize"})
 _MODELS_PATH = "/v1/models"
+_QUERY_LIMIT_BYTES = 8 * 1024  # it travels with the body in one message
 
 
 class Peek(msgspec.Struct, gc=False):
@@ -127,7 +128,7 @@ class DataPlane:
         if not generating:
             await self._models(exchange, send)
             return
-        exchange.body = await self._read_body(receive, head.declared_bytes)
+        exchange.body = await self._body_in_time(receive, head.declared_bytes)
         try:
             peeked = _peek(exchange.body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -141,7 +142,8 @@ class DataPlane:
         await self._dispatcher.serve(exchange, lambda answer: deliver(exchange, answer, send))
 
     def _read_head(self, exchange: Exchange, scope: Scope) -> RequestHead:
-        authorization = x_api_key = b""
+        authorization = x_api_key = mark = b""
+        marked = False
         declared_bytes = -1
         mark_header = self._table.routing.header.lower().encode()
         for name, value in scope["headers"]:
@@ -154,9 +156,26 @@ class DataPlane:
             elif name == b"x-request-id":
                 exchange.client_label = _label(value)
             if name == mark_header:
-                exchange.mark = value.decode("latin-1")
-        exchange.query = scope["query_string"].decode("latin-1")
+                if marked and mark != value:
+                    raise InvalidRequest("the routing header names two tenants", param=self._table.routing.header)
+                marked, mark = True, value
+        exchange.mark = mark.decode("latin-1")
+        query: bytes = scope["query_string"]
+        if len(query) > _QUERY_LIMIT_BYTES:
+            raise InvalidRequest(
+                f"the query is longer than {_QUERY_LIMIT_BYTES} bytes", asked_bytes=len(query), limit_bytes=_QUERY_LIMIT_BYTES
+            )
+        exchange.query = query.decode("latin-1")
         return RequestHead(authorization.decode("latin-1"), x_api_key.decode("latin-1"), declared_bytes)
+
+    async def _body_in_time(self, receive: Receive, declared_bytes: int) -> bytes:
+        """:raises BodyTooSlow: and as _read_body."""
+        limit_s = self._settings.body_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._read_body(receive, declared_bytes)
+        except TimeoutError as error:
+            raise BodyTooSlow(f"the body did not come whole in {limit_s:g} s", limit_s=limit_s) from error
 
     async def _read_body(self, receive: Receive, declared_bytes: int) -> bytes:
         """:raises BodyTooLarge: declared or actual. :raises Cancelled: the client went away in the middle of it."""

@@ -35,6 +35,7 @@ STATUS: dict[str, int] = {
     "incompatible_pair": 409,
     "body_too_large": 413,
     "overloaded": 429,
+    "body_too_slow": 408,
     "cancelled": 499,
     "handle_mismatch": 500,
     "engine_error": 500,
@@ -84,6 +85,12 @@ class AnswerTooLarge(TenantryError):
     """An answer that is not streamed passed the router's bound: limit_bytes."""
 
     code = "answer_too_large"
+
+
+class BodyTooSlow(TenantryError):
+    """A request's body did not come whole in time: limit_s."""
+
+    code = "body_too_slow"
 
 
 class ClientTooSlow(TenantryError):

@@ -16,6 +16,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_key_sha256: str = ""
     body_limit_bytes: int = MAX_PAYLOAD_BYTES - ENVELOPE_HEADROOM_BYTES
     upload_limit_bytes: int = 4 << 30
+    body_timeout_s: float = 120.0  # for a request's body to come whole: until then it takes one of max_concurrent
     max_concurrent: int = 4096  # requests in this router at once; more are 429 overloaded
 
     attempts: int = 3

@@ -10,7 +10,7 @@ from shared.bus.embedded import EmbeddedNats
 from shared.contracts import state
 from shared.contracts.inference import FrameKind
 from shared.policy.lifecycle import AdapterState
-from tests.router_fakes import SALES_KEY, Attempt, Cluster, cluster, mount, pool_entry, until
+from tests.router_fakes import GATEWAY_KEY, SALES_KEY, Attempt, Cluster, cluster, mount, pool_entry, until
 
 AUTH = {"authorization": f"Bearer {SALES_KEY}"}
 
@@ -198,6 +198,39 @@ async def test_more_requests_than_the_router_takes_are_refused_with_retry_after(
             assert (second.status_code, second.headers["retry-after"]) == (429, "1")
             go_on.set()
         assert first.result().status_code == 200
+
+
+async def test_a_query_that_would_not_fit_into_a_message_is_refused_and_leaves_nothing_open(nats_server: EmbeddedNats) -> None:
+    async with cluster(nats_server) as running:
+        body = b'{"model":"tone","x":"' + b"y" * (running.router.settings.body_limit_bytes - 23) + b'"}'
+        for query in ("a" * 65_400, "a" * 10_000):
+            response = await running.client.post(f"/v1/completions?q={query}", content=body, headers=AUTH)
+            assert told(response) == (400, "invalid_request")
+        assert running.router.fleet.peer("w0").open == 0
+        assert (await running.client.post("/v1/completions?q=1", content=body, headers=AUTH)).status_code == 200
+
+
+async def test_two_different_tenant_marks_are_refused(running: Cluster) -> None:
+    def marked(*tenants: str) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {GATEWAY_KEY}"), *(("x-tenant", tenant) for tenant in tenants)]
+
+    body = {"model": "help", "messages": []}
+    for tenants in (("sales", "cs"), ("cs", "sales"), ("cs", "")):
+        response = await running.client.post("/v1/completions", json=body, headers=marked(*tenants))
+        assert told(response) == (400, "invalid_request")
+    assert (await running.client.post("/v1/completions", json=body, headers=marked("cs", "cs"))).status_code == 200
+
+
+async def test_a_body_that_does_not_come_is_given_up(nats_server: EmbeddedNats) -> None:
+    async with cluster(nats_server, body_timeout_s=0.3) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {SALES_KEY}\r\ncontent-length: 50\r\n\r\n"
+        writer.write(head.encode() + b'{"model": "tone"')
+        async with asyncio.timeout(10):
+            answer = await reader.readuntil(b"\r\n")
+        assert b" 408 " in answer
+        writer.close()
+        assert running.worker.attempts == []
 
 
 async def test_a_head_without_an_end_is_cut_off(running: Cluster) -> None:
