@@ -59,7 +59,8 @@ class Answering:
         self._app = app
         self._policy = policy
         self._engine_model = engine_model
-        self._public_model = request.handle.public_model
+        # a base's label may stand in an answer's text, so it is never replaced
+        self._public_model = request.handle.public_model if request.handle.adapter_id else engine_model
         self._loop = asyncio.get_running_loop()
         self._scope: asyncio.Timeout | None = None
         self._gone = asyncio.Event()

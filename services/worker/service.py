@@ -32,6 +32,7 @@ from shared.contracts.inference import (
     worker_ping_subject,
 )
 from shared.errors import Cancelled, TenantryError, WorkerLost
+from shared.policy.compatibility import same_base
 
 log = structlog.get_logger()
 
@@ -208,7 +209,9 @@ class Service:
             return "stopping"
         if subject_id in self._closing:
             return "draining"
-        if infer_subject(subject_id, self._me.worker_id) != subject or request.handle.base != self._engine.description.identity:
+        if infer_subject(subject_id, self._me.worker_id) != subject or not same_base(
+            request.handle.base, self._engine.description.identity
+        ):
             return "not_here"
         if len(self._running) >= self._limits.max_running:
             return "full"

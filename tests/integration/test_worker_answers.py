@@ -128,6 +128,19 @@ async def test_a_request_whose_handle_is_not_its_subjects_is_bounced(
     assert (await router.asked(other)).error == "not_here"
 
 
+async def test_the_same_base_under_another_label_is_the_same_base(worker: WorkerHere, router: FakeRouter, registry: FakeRegistry) -> None:
+    """A pool keeps the label of its first worker; one that comes later from a folder of another name has the same weights."""
+    mount = await registry.mount("ad_one")
+    await registry.ready("ad_one")
+    identity = "renamed@" + worker.engine.description.digest
+    label = worker.engine.description.label
+    assert (await router.asked(msgspec.structs.replace(worker.handle(mount), base=identity))).error == ""
+    of_base = await router.asked(msgspec.structs.replace(worker.handle(), base=identity), prompt=label, stream=False, tokens=4)
+    whole = msgspec.json.decode(of_base.body)
+    assert whole["choices"][0]["message"]["content"] == "".join(tokens_of(worker.engine.description.digest, label, 4))
+    assert b"renamed" not in of_base.body, "nothing in the answer's text is taken for the model's name"
+
+
 async def test_an_attempt_that_comes_twice_runs_once(worker: WorkerHere, router: FakeRouter) -> None:
     key = await router.ask(worker.handle(), request_id="twice", tokens=3)
     await router.ask(worker.handle(), request_id="twice", tokens=3)
