@@ -14,7 +14,7 @@ from shared.bus.connection import (
     settings_from,
 )
 from shared.bus.kv import Bucket, Entry, Mirror, open_bucket
-from shared.bus.objects import ObjectCorrupt, Objects, open_objects
+from shared.bus.objects import ObjectCorrupt, Objects, delete_objects, limit_objects, open_objects
 from shared.bus.streams import Consumer, Delivery, ensure_stream, publish_durable, read_last
 
 __all__ = [
@@ -35,7 +35,9 @@ __all__ = [
     "Subscription",
     "connect",
     "connect_with_patience",
+    "delete_objects",
     "ensure_stream",
+    "limit_objects",
     "open_bucket",
     "open_objects",
     "publish_durable",

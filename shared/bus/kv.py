@@ -1,13 +1,14 @@
 """JetStream KV: one bucket with compare-and-set, and a mirror of a bucket in memory that survives reconnects and silent watches."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
 import nats.errors
 import nats.js.errors
 import structlog
-from nats.js import api
+from nats.js import JetStreamContext, api
 from nats.js.kv import KeyValue
 
 from shared.bus.connection import Bus, BusUnavailable
@@ -27,13 +28,10 @@ class Entry(msgspec.Struct, frozen=True):
 class Bucket:
     """Made by `open_bucket`. Revisions are per bucket and grow with every write."""
 
-    def __init__(self, name: str, inner: KeyValue) -> None:
+    def __init__(self, bus: Bus, name: str, inner: KeyValue) -> None:
         self.name = name
+        self._bus = bus
         self._inner = inner
-
-    @property
-    def inner(self) -> KeyValue:
-        return self._inner
 
     async def get(self, key: str) -> Entry | None:
         """:raises BusUnavailable: no answer."""
@@ -99,15 +97,62 @@ class Bucket:
         """
         found: list[str] = []
         try:
-            watcher = await self._inner.watch(f"{prefix}>" if prefix.endswith(".") else ">", ignore_deletes=True, meta_only=True)
-            try:
-                while isinstance(update := await watcher.updates(timeout=_LIST_STALL_S), KeyValue.Entry):
-                    found.append(update.key)
-            finally:
-                await watcher.stop()
+            async with self.watch(f"{prefix}>" if prefix.endswith(".") else ">", values=False, linger_s=1.0) as watch:
+                complete = watch.empty
+                while not complete:
+                    change = await watch.next(_LIST_STALL_S)
+                    complete = change.complete
+                    if change.entry is not None:
+                        found.append(change.key)
         except (nats.errors.Error, TimeoutError) as error:
             raise BusUnavailable(f"cannot list {self.name}: {error}", retry_after_s=1.0) from error
         return sorted(key for key in found if key.startswith(prefix))
+
+    @contextlib.asynccontextmanager
+    async def watch(self, keys: str, *, values: bool = True, linger_s: float = 30.0) -> AsyncGenerator["Watch"]:
+        """For this package. nats-py's own watch may call a bucket empty whose first values are still on their way."""
+        subscription = await self._bus.js.subscribe(
+            f"$KV.{self.name}.{keys}",
+            stream=f"KV_{self.name}",
+            ordered_consumer=True,
+            deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
+            headers_only=not values,
+            inactive_threshold=linger_s,  # the server forgets the consumer this long after we have left
+        )
+        try:
+            info = await subscription.consumer_info()
+            sent = info.delivered.consumer_seq if info.delivered else 0
+            yield Watch(subscription, f"$KV.{self.name}.", empty=not sent and not info.num_pending)
+        finally:
+            try:
+                await subscription.unsubscribe()
+            except (nats.errors.Error, TimeoutError):
+                log.debug("watch.stop_failed", bucket=self.name)
+
+
+class Change(msgspec.Struct, frozen=True):
+    """`entry` None: deleted. `complete`: with it, everything that stood when the watch began has been shown."""
+
+    key: str
+    entry: Entry | None
+    complete: bool
+
+
+class Watch:
+    """The last value of every key, then changes as they come, in order. `empty`: nothing stands there now, not even a deletion."""
+
+    def __init__(self, subscription: JetStreamContext.PushSubscription, prefix: str, *, empty: bool) -> None:
+        self.empty = empty
+        self._subscription = subscription
+        self._prefix = prefix
+
+    async def next(self, timeout_s: float) -> Change:
+        """:raises TimeoutError: (nats-py's or the built-in one) nothing came in timeout_s."""
+        message = await self._subscription.next_msg(timeout=timeout_s)
+        headers = message.headers or {}
+        gone = headers.get("KV-Operation") in {"DEL", "PURGE"} or "Nats-Marker-Reason" in headers
+        entry = None if gone else Entry(message.data, message.metadata.sequence.stream)
+        return Change(message.subject.removeprefix(self._prefix), entry, message.metadata.num_pending == 0)
 
 
 async def open_bucket(bus: Bus, name: str, *, create: bool = False, history: int = 1) -> Bucket:
@@ -125,7 +170,7 @@ async def open_bucket(bus: Bus, name: str, *, create: bool = False, history: int
         inner = await bus.js.key_value(name)  # exists with other settings of an earlier version
     except (nats.errors.Error, TimeoutError) as error:
         raise BusUnavailable(f"bucket {name} is not there: {error}", retry_after_s=1.0) from error
-    return Bucket(name, inner)
+    return Bucket(bus, name, inner)
 
 
 OnChange = Callable[[str, Entry | None], Awaitable[None] | None]
@@ -158,45 +203,44 @@ class Mirror:
         while True:
             self._rebuild.clear()
             try:
-                watcher = await self._bucket.inner.watch(self._keys)
+                async with self._bucket.watch(self._keys) as watch:
+                    await self._follow(watch)
             except (nats.errors.Error, TimeoutError, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and _cancelled():
                     raise
                 log.warning("mirror.watch_failed", bucket=self._bucket.name, error=str(error) or type(error).__name__)
                 await asyncio.sleep(0.2)
                 continue
-            try:
-                await self._follow(watcher)
-            finally:
-                try:
-                    await watcher.stop()
-                except (nats.errors.Error, TimeoutError):
-                    log.debug("mirror.stop_failed", bucket=self._bucket.name)
             self.rebuilds += 1
 
-    async def _follow(self, watcher: KeyValue.KeyWatcher) -> None:
-        """Applies updates until a rebuild is asked for."""
-        snapshot: set[str] | None = set()
+    async def _follow(self, watch: Watch) -> None:
+        """Applies changes until a rebuild is asked for."""
+        snapshot: set[str] = set()
+        complete = watch.empty
+        if complete:
+            await self._settle(snapshot)
         while not self._rebuild.is_set():
             try:
-                update = await watcher.updates(timeout=0.1)
+                change = await watch.next(0.1)
             except (nats.errors.TimeoutError, TimeoutError):
                 continue
             finally:
                 if _cancelled():  # nats-py's wait_for may have swallowed it (Python 3.11)
                     raise asyncio.CancelledError
-            if update is None:
-                for key in [key for key in self.entries if key not in (snapshot or set())]:
-                    await self._apply(key, None)
-                snapshot = None
-                self.synced.set()
+            await self._apply(change.key, change.entry)
+            if complete:
                 continue
-            if not isinstance(update, KeyValue.Entry):
-                return
-            deleted = update.operation in {"DEL", "PURGE"}
-            if snapshot is not None and not deleted:
-                snapshot.add(update.key)
-            await self._apply(update.key, None if deleted else Entry(update.value or b"", update.revision or 0))
+            if change.entry is not None:
+                snapshot.add(change.key)
+            if change.complete:
+                complete = True
+                await self._settle(snapshot)
+
+    async def _settle(self, snapshot: set[str]) -> None:
+        """The snapshot is whole: what it does not show is gone."""
+        for key in [key for key in self.entries if key not in snapshot]:
+            await self._apply(key, None)
+        self.synced.set()
 
     async def _apply(self, key: str, entry: Entry | None) -> None:
         known = self.entries.get(key)

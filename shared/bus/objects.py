@@ -3,11 +3,13 @@
 import base64
 import contextlib
 import hashlib
+import json
 from pathlib import Path
 
 import nats.errors
 import nats.js.errors
-from nats.js import api
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
 from nats.js.object_store import ObjectStore
 
 from shared.bus.connection import Bus, BusUnavailable
@@ -15,6 +17,8 @@ from shared.errors import NotFound, TenantryError
 
 _CHUNK_BYTES = 512 * 1024
 _FETCH = 64  # chunks in one pull
+_CLIENT_CHUNK_BYTES = 128 * 1024  # what NATS clients cut objects into unless told otherwise
+_CHUNK_SLACK_BYTES = 8 * 1024
 
 
 class ObjectCorrupt(TenantryError):
@@ -92,7 +96,7 @@ class Objects:
         try:
             with path.open("wb") as file:
                 while left_bytes > 0:
-                    for chunk in await subscription.fetch(min(_FETCH, -(-left_bytes // _CHUNK_BYTES)), timeout=stall_s):
+                    for chunk in await self._some(subscription, name, left_bytes, stall_s):
                         left_bytes -= len(chunk.data)
                         if left_bytes < 0:
                             raise _too_big(name, size_bytes - left_bytes, size_bytes)
@@ -103,6 +107,45 @@ class Objects:
                 await self._bus.js.delete_consumer(stream, (await subscription.consumer_info()).name)
                 await subscription.unsubscribe()
         return digest.hexdigest()
+
+    async def _some(self, subscription: JetStreamContext.PullSubscription, name: str, left_bytes: int, stall_s: float) -> list[Msg]:
+        """The next chunks. An object that ends before its own description says so is told apart from a bus that is slow."""
+        try:
+            return await subscription.fetch(min(_FETCH, -(-left_bytes // _CHUNK_BYTES)), timeout=stall_s)
+        except (nats.errors.TimeoutError, TimeoutError):
+            if (await subscription.consumer_info()).num_pending:
+                raise
+            raise ObjectCorrupt(f"object {name} ends {left_bytes} bytes before its description says", object=name) from None
+
+    async def revision(self, name: str) -> int:
+        """Grows with everything put or deleted under the name; 0: there is no such object."""
+        try:
+            return (await self._bus.js.get_last_msg(f"OBJ_{self.name}", self._description(name))).seq or 0
+        except nats.js.errors.NotFoundError:
+            return 0
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"object {name} cannot be looked at: {error}", retry_after_s=1.0) from error
+
+    async def delete_revision(self, name: str, revision: int) -> bool:
+        """Whether it was deleted: not where another object has taken the name since.
+
+        :raises BusUnavailable: no answer.
+        """
+        subject = self._description(name)
+        try:
+            info = await self._inner.get_info(name)
+            gone = {**info.as_dict(), "deleted": True, "size": 0, "chunks": 0, "digest": ""}
+            headers = {api.Header.ROLLUP: "sub", api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE: str(revision)}
+            await self._bus.js.publish(subject, json.dumps(gone).encode(), headers=headers)
+            await self._bus.js.purge_stream(f"OBJ_{self.name}", subject=f"$O.{self.name}.C.{info.nuid}")
+        except (nats.js.errors.ObjectNotFoundError, nats.js.errors.NotFoundError, nats.js.errors.BadRequestError):
+            return False
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"object {name} cannot be deleted: {error}", retry_after_s=1.0) from error
+        return True
+
+    def _description(self, name: str) -> str:
+        return f"$O.{self.name}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
     async def delete(self, name: str) -> None:
         """Idempotent."""
@@ -143,3 +186,32 @@ async def open_objects(bus: Bus, name: str, *, create: bool = False) -> Objects:
     except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
         raise BusUnavailable(f"object bucket {name} is not there: {error}", retry_after_s=1.0) from error
     return Objects(bus, name, inner)
+
+
+async def limit_objects(bus: Bus, name: str, limit_bytes: int) -> None:
+    """The bucket holds about limit_bytes at most, in chunks as clients make them; what goes beyond is refused to whoever writes it.
+
+    By number and size of messages: the server sets a stream's max_bytes aside from its disk whether it is used or not.
+
+    :raises BusUnavailable: no answer, or the server refuses.
+    """
+    try:
+        config = (await bus.js.stream_info(f"OBJ_{name}")).config
+        max_msgs, max_msg_size = max(2, limit_bytes // _CLIENT_CHUNK_BYTES), _CLIENT_CHUNK_BYTES + _CHUNK_SLACK_BYTES
+        if (config.max_msgs, config.max_msg_size) != (max_msgs, max_msg_size):
+            await bus.js.update_stream(config, max_msgs=max_msgs, max_msg_size=max_msg_size)
+    except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+        raise BusUnavailable(f"object bucket {name} cannot be limited: {error}", retry_after_s=1.0) from error
+
+
+async def delete_objects(bus: Bus, name: str) -> None:
+    """The bucket and all in it. Idempotent.
+
+    :raises BusUnavailable: no answer.
+    """
+    try:
+        await bus.js.delete_object_store(name)
+    except nats.js.errors.NotFoundError:
+        return
+    except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+        raise BusUnavailable(f"object bucket {name} cannot be deleted: {error}", retry_after_s=1.0) from error

@@ -15,8 +15,19 @@ from shared.bus.connection import Bus, BusUnavailable
 log = structlog.get_logger()
 
 
-async def ensure_stream(bus: Bus, name: str, subjects: tuple[str, ...], *, work_queue: bool = False, max_age_s: float = 0.0) -> None:
+async def ensure_stream(
+    bus: Bus,
+    name: str,
+    subjects: tuple[str, ...],
+    *,
+    work_queue: bool = False,
+    max_age_s: float = 0.0,
+    max_per_subject: int = -1,
+    max_message_bytes: int = -1,
+) -> None:
     """The stream exists with these subjects, on file. `work_queue`: a message is gone once acknowledged.
+
+    `max_per_subject`: the oldest of one subject go first, whatever the others hold (-1: no bound).
 
     :raises BusUnavailable: no answer, or the server refuses.
     """
@@ -27,6 +38,8 @@ async def ensure_stream(bus: Bus, name: str, subjects: tuple[str, ...], *, work_
         retention=retention,
         storage=api.StorageType.FILE,
         max_age=max_age_s,
+        max_msgs_per_subject=max_per_subject,
+        max_msg_size=max_message_bytes,
         duplicate_window=min(max_age_s, 120.0) if max_age_s else 120.0,
         discard=api.DiscardPolicy.OLD,
     )

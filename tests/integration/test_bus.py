@@ -26,7 +26,7 @@ from shared.bus import (
 )
 from shared.bus.embedded import EmbeddedNats
 from shared.errors import Conflict, NotFound
-from tests.waiting import until
+from tests.waiting import until, until_async
 
 Change = tuple[str, bytes | None]
 
@@ -61,6 +61,36 @@ async def test_a_bucket_lists_its_live_keys_by_prefix(bus: Bus) -> None:
         await bucket.put(key, b"1")
     await bucket.delete("tenant.b")
     assert await bucket.keys("tenant.") == ["tenant.a"]
+
+
+async def test_listing_a_bucket_again_and_again_is_always_whole_and_leaves_no_consumers(bus: Bus) -> None:
+    bucket = await open_bucket(bus, "state", create=True)
+    for number in range(5):
+        await bucket.put(f"pool.{number}", b"1")
+    for _ in range(200):
+        assert len(await bucket.keys("pool.")) == 5
+    await until_async(lambda: _no_consumers(bus), 10)
+
+
+async def _no_consumers(bus: Bus) -> bool:
+    return not await bus.js.consumers_info("KV_state")
+
+
+async def test_a_mirror_never_forgets_what_stands_while_it_is_made_anew(bus: Bus) -> None:
+    bucket = await open_bucket(bus, "state", create=True)
+    for number in range(20):
+        await bucket.put(f"key.{number}", b"1")
+    changes: list[Change] = []
+    mirror = Mirror(bus, bucket, recorder(changes))
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(mirror.run())
+        await asyncio.wait_for(mirror.synced.wait(), 5)
+        assert len(mirror.entries) == 20
+        for turn in range(50):
+            mirror.rebuild()
+            await until(lambda turn=turn: mirror.rebuilds > turn)
+        watching.cancel()
+    assert [change for change in changes if change[1] is None] == []
 
 
 async def test_a_bucket_that_nobody_made_is_an_error_that_names_it(bus: Bus) -> None:
