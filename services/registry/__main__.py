@@ -41,7 +41,7 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
         intake = IntakeService(store, mounting, uploads, settings, work_dir)
         reconciler = Reconciler(store, mounting, intake, settings, registry_id)
         workers = WorkerService(store, mounting, matrix)
-        tenants = TenantService(store)
+        tenants = TenantService(store, settings.tenant_uploads_limit_bytes)
         adapters = AdapterService(store, mounting, uploads, intake)
         async with store.mirrored(), asyncio.TaskGroup() as group:
             service = RegistryService(bus, group, settings.max_requests, tenants, matrix, adapters, workers)

@@ -8,7 +8,7 @@ import structlog
 from services.registry.intake import IntakeService
 from services.registry.mounting import Mounting
 from services.registry.store import Store
-from services.registry.tenants import checked_name
+from services.registry.tenants import checked_adapter_name, checked_name
 from services.registry.uploads import UploadRecords
 from services.registry.views import adapter_view
 from shared.bus import read_last
@@ -43,6 +43,7 @@ class AdapterService:
         try:
             tenant = await self._tenant_for(request)
             pool, _ = await self._store.the_pool(request.pool_id)
+            checked_adapter_name(request.name, pool.base)
         except TenantryError:
             if request.object:
                 await self._store.staging.delete(request.object)

@@ -22,7 +22,7 @@ from shared.bus import BusUnavailable, Entry, ObjectCorrupt
 from shared.contracts import state
 from shared.contracts.adapters import PoolEntry
 from shared.contracts.state import AdapterRecord
-from shared.errors import BaseMismatch, BodyTooLarge, Conflict, InternalError, TenantryError
+from shared.errors import BaseMismatch, BodyTooLarge, Conflict, InternalError, NotFound, TenantryError
 from shared.policy.admission import Ask, Reserved, decide, rank_class
 from shared.policy.compatibility import check, resolve_base, same_base
 from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState
@@ -194,6 +194,8 @@ class IntakeService:
             if record.adapter_id in pool.mounts:
                 return Change(pool=pool)
             tenant = await self._store.tenant(record.tenant)
+            if tenant.tenant_id != record.tenant_id:
+                return NotFound(f"the tenant {record.tenant} that uploaded this is gone", tenant=record.tenant)
             ask = Ask(
                 adapter_id=record.adapter_id,
                 name=record.name,

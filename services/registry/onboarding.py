@@ -11,9 +11,9 @@ import structlog
 from services.registry.intake import IntakeService
 from services.registry.mounting import Mounting, now
 from services.registry.store import Store
-from services.registry.tenants import checked_name
+from services.registry.tenants import checked_adapter_name, checked_name
 from services.registry.uploads import UploadRecords
-from shared.bus import BusUnavailable, Consumer, Delivery, publish_durable
+from shared.bus import BusUnavailable, Consumer, Delivery, Objects, publish_durable
 from shared.contracts import adapters
 from shared.contracts.adapters import AdapterEvent, OnboardAdapter
 from shared.contracts.errors import to_info
@@ -29,6 +29,14 @@ _AT_ONCE = 4
 _ACK_WAIT_S = 9.0
 _RETRY_S = 2.0
 _MAX_DELIVERIES = 8
+
+
+class _Upload(msgspec.Struct, frozen=True, kw_only=True):
+    """An object in a tenant's own bucket, as it was when it was looked at."""
+
+    objects: Objects
+    name: str
+    revision: int
 
 
 class Onboarding:
@@ -55,8 +63,10 @@ class Onboarding:
         async with asyncio.TaskGroup() as group:
             working = group.create_task(_keep(delivery))
             try:
-                await self._onboard(delivery)
+                upload = await self._onboard(delivery)
                 await delivery.ack()
+                if upload is not None:  # after the acknowledgement: until then the message may come again and need it
+                    await self._discard(upload)
             except TenantryError as error:  # the bus is away: the same message comes again
                 log.warning("onboarding.put_off", code=error.code, message=error.message)
                 await delivery.retry(_RETRY_S)
@@ -66,8 +76,8 @@ class Onboarding:
             finally:
                 await end([working])
 
-    async def _onboard(self, delivery: Delivery) -> None:
-        """Ends with the outcome's event on its way: told here if refused, or by what follows the load.
+    async def _onboard(self, delivery: Delivery) -> "_Upload | None":
+        """Ends with the outcome's event on its way: told here if refused, or by what follows the load. Gives the upload that was looked at.
 
         :raises BusUnavailable: to be tried again.
         """
@@ -76,12 +86,15 @@ class Onboarding:
             request = adapters.decode_onboard(delivery.data)
         except msgspec.MsgspecError as error:
             await self._refuse(tenant_id, None, InvalidRequest(f"not an onboarding request: {error}"), delivery)
-            return
+            return None
         record: AdapterRecord | None = None
+        upload: _Upload | None = None
         try:
             if delivery.deliveries > _MAX_DELIVERIES:
                 raise BusUnavailable(f"given up after {_MAX_DELIVERIES} attempts", attempts=_MAX_DELIVERIES)
             record = await self._registered(tenant_id, request)
+            objects = await self._store.objects(record.intake.bucket)
+            upload = _Upload(objects=objects, name=request.object, revision=await objects.revision(request.object))
             taken = await self._intake.take_in(record)
         except BusUnavailable as error:
             if delivery.deliveries <= _MAX_DELIVERIES:
@@ -93,6 +106,15 @@ class Onboarding:
         else:
             if taken.request != request.request or taken.adapter_id != record.adapter_id:
                 await self._mounting.announce(taken, request.request)  # an earlier upload of the same bytes: this is what it is now
+        return upload
+
+    async def _discard(self, upload: "_Upload") -> None:
+        """Taken or refused, it is needed no more; one that the tenant has put under the same name since is left."""
+        try:
+            if await upload.objects.delete_revision(upload.name, upload.revision):
+                log.info("onboarding.upload_deleted", bucket=upload.objects.name, object=upload.name[:80])
+        except TenantryError as error:
+            log.warning("onboarding.upload_not_deleted", bucket=upload.objects.name, code=error.code, message=error.message)
 
     async def _registered(self, tenant_id: str, request: OnboardAdapter) -> AdapterRecord:
         tenant = await self._store.tenant_of_id(tenant_id)
@@ -106,6 +128,7 @@ class Onboarding:
         if not request.object:
             raise InvalidRequest("object is empty: name the archive in your upload bucket", field="object", got="")
         pool, _ = await self._store.the_pool("")
+        checked_adapter_name(request.name, pool.base)
         intake = Intake(bucket=adapters.uploads_bucket(tenant_id), object=request.object, base=request.base)
         return await self._uploads.register(tenant, request.name, pool.pool_id, intake, request.request)
 

@@ -14,6 +14,7 @@ class RegistrySettings(msgspec.Struct, frozen=True, kw_only=True):
     staged_max_s: float = 3600.0
     refusals_kept: int = 50  # per tenant; older rejected uploads are forgotten
     upload_limit_bytes: int = 16 << 30
+    tenant_uploads_limit_bytes: int = 20 << 30  # what a tenant's own upload bucket holds at most
     max_requests: int = 256  # management requests under way at once; more are told to come again
     max_validations: int = 2
     bus_patience_s: float = 30.0

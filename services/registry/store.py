@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from shared.bus import Bucket, Bus, Entry, Mirror, Objects, ensure_stream, open_bucket, open_objects
+from shared.bus import Bucket, Bus, Entry, Mirror, Objects, delete_objects, ensure_stream, limit_objects, open_bucket, open_objects
 from shared.contracts import adapters, state, usage
 from shared.contracts.adapters import PoolEntry
 from shared.contracts.base import BaseDescription
@@ -25,6 +25,10 @@ log = structlog.get_logger()
 T = TypeVar("T")
 _ATTEMPTS = 60
 _DAY_S = 86_400.0
+_EVENTS_PER_TENANT = 10_000
+# tenants write these themselves, and no one of them may fill the disk
+_ONBOARDINGS_PER_TENANT = 1_000
+_ONBOARDING_BYTES = 64 * 1024
 _decode_base = msgspec.json.Decoder(BaseDescription).decode
 
 
@@ -218,8 +222,14 @@ class Store:
         assert result is not None
         return result
 
-    async def uploads(self, tenant_id: str, *, create: bool = False) -> Objects:
-        return await open_objects(self.bus, adapters.uploads_bucket(tenant_id), create=create)
+    async def make_uploads(self, tenant_id: str, limit_bytes: int) -> None:
+        """The bucket that the tenant's own NATS user writes is there and bounded."""
+        bucket = adapters.uploads_bucket(tenant_id)
+        await open_objects(self.bus, bucket, create=True)
+        await limit_objects(self.bus, bucket, limit_bytes)
+
+    async def delete_uploads(self, tenant_id: str) -> None:
+        await delete_objects(self.bus, adapters.uploads_bucket(tenant_id))
 
     async def objects(self, bucket: str) -> Objects:
         """:raises BusUnavailable: it does not exist."""
@@ -254,8 +264,15 @@ async def open_store(bus: Bus) -> Store:
     """
     await ensure_stream(bus, adapters.COMMANDS_STREAM, adapters.COMMANDS_SUBJECTS, max_age_s=_DAY_S)
     await ensure_stream(bus, adapters.ACKS_STREAM, adapters.ACKS_SUBJECTS, max_age_s=_DAY_S)
-    await ensure_stream(bus, adapters.EVENTS_STREAM, adapters.EVENTS_SUBJECTS, max_age_s=30 * _DAY_S)
-    await ensure_stream(bus, adapters.ONBOARD_STREAM, adapters.ONBOARD_SUBJECTS, max_age_s=_DAY_S)
+    await ensure_stream(bus, adapters.EVENTS_STREAM, adapters.EVENTS_SUBJECTS, max_age_s=30 * _DAY_S, max_per_subject=_EVENTS_PER_TENANT)
+    await ensure_stream(
+        bus,
+        adapters.ONBOARD_STREAM,
+        adapters.ONBOARD_SUBJECTS,
+        max_age_s=_DAY_S,
+        max_per_subject=_ONBOARDINGS_PER_TENANT,
+        max_message_bytes=_ONBOARDING_BYTES,
+    )
     await ensure_stream(bus, usage.USAGE_STREAM, usage.USAGE_SUBJECTS, max_age_s=30 * _DAY_S)
     return Store(
         bus,

@@ -39,9 +39,17 @@ def checked_name(name: str, what: str) -> str:
     return name
 
 
+def checked_adapter_name(name: str, base: str) -> str:
+    """:raises InvalidRequest: not a name, or one that requests have for something else: the pool's base, the tenant's default."""
+    if name in ("default", base.rsplit("@", 1)[0]):
+        raise InvalidRequest(f"adapter {name!r}: requests mean something else by that name; choose another", field="adapter", got=name)
+    return checked_name(name, "adapter")
+
+
 class TenantService:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, uploads_limit_bytes: int) -> None:
         self._store = store
+        self._uploads_limit_bytes = uploads_limit_bytes
 
     async def create(self, request: admin.CreateTenant) -> admin.TenantView:
         """:raises Conflict: the name is taken."""
@@ -102,12 +110,17 @@ class TenantService:
                     tenant=tenant.name,
                     adapters=mounted,
                 )
-        for key_name, key in self._store.api_keys():
-            if tenant.name in key.tenants:
-                await self._change_key(key_name, lambda present: _without_tenant(present, tenant.name))
+        await self._revoke_keys(tenant.name)
         await self._store.live.delete(state.TENANT_PREFIX + tenant.name)
+        await self._revoke_keys(tenant.name)  # one made in between would speak for the next tenant of this name
         await self._forget(tenant)
+        await self._store.delete_uploads(tenant.tenant_id)
         log.info("tenant.deleted", tenant=tenant.name, tenant_id=tenant.tenant_id)
+
+    async def _revoke_keys(self, tenant: str) -> None:
+        """Of the bucket itself: the mirror may not show the newest yet."""
+        for key_name in await self._store.live.keys(state.KEY_PREFIX):
+            await self._change_key(key_name, lambda key: _without_tenant(key, tenant) if tenant in key.tenants else key)
 
     async def _forget(self, tenant: Tenant) -> None:
         """Its records and claims; the artifacts then belong to nobody, and housekeeping takes them."""
@@ -130,7 +143,7 @@ class TenantService:
 
     async def _nats_user(self, tenant_id: str) -> tuple[str, str]:
         """A new NATS password, plain and hashed; the tenant's upload bucket is there."""
-        await self._store.uploads(tenant_id, create=True)
+        await self._store.make_uploads(tenant_id, self._uploads_limit_bytes)
         password = secrets.token_urlsafe(24)
         hashed = await anyio.to_thread.run_sync(lambda: bcrypt.hashpw(password.encode(), bcrypt.gensalt(_BCRYPT_COST)))
         return password, hashed.decode()
@@ -142,8 +155,8 @@ class TenantService:
         """
         if not request.tenants or (len(request.tenants) > 1 and not request.gateway):
             raise InvalidRequest("a key speaks for one tenant, a gateway's key for one or more", field="tenants", got=list(request.tenants))
-        for name in request.tenants:
-            await self._store.tenant(name)
+        for tenant in request.tenants:
+            await self._store.tenant(tenant)
         secret = "tk_" + secrets.token_urlsafe(32)
         key = ApiKey(
             key_id="key_" + _random(16),
@@ -152,7 +165,14 @@ class TenantService:
             gateway=request.gateway,
             created_at=now(),
         )
-        await self._store.live.create(state.KEY_PREFIX + hashlib.sha256(secret.encode()).hexdigest(), state.encode(key))
+        name = state.KEY_PREFIX + hashlib.sha256(secret.encode()).hexdigest()
+        await self._store.live.create(name, state.encode(key))
+        try:
+            for tenant in key.tenants:
+                await self._store.tenant(tenant)  # it may have been deleted meanwhile, and its keys with it
+        except NotFound:
+            await self._store.live.delete(name)
+            raise
         log.info("key.created", key_id=key.key_id, tenants=key.tenants, gateway=key.gateway)
         return key_view(key, secret)
 

@@ -119,7 +119,7 @@ class UploadRecords:
         return error
 
     async def discard_upload(self, record: AdapterRecord) -> None:
-        """What the staging bucket held for it; a tenant's own bucket is the tenant's."""
+        """What the staging bucket held for it; of a tenant's own bucket onboarding.py deletes, once the message cannot come again."""
         if record.intake.bucket == STAGING_BUCKET and record.intake.object:
             await self._store.staging.delete(record.intake.object)
 

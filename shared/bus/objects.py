@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import nats.errors
 import nats.js.errors
@@ -135,7 +136,7 @@ class Objects:
         try:
             info = await self._inner.get_info(name)
             gone = {**info.as_dict(), "deleted": True, "size": 0, "chunks": 0, "digest": ""}
-            headers = {api.Header.ROLLUP: "sub", api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE: str(revision)}
+            headers: dict[str, Any] = {"Nats-Rollup": "sub", "Nats-Expected-Last-Subject-Sequence": str(revision)}
             await self._bus.js.publish(subject, json.dumps(gone).encode(), headers=headers)
             await self._bus.js.purge_stream(f"OBJ_{self.name}", subject=f"$O.{self.name}.C.{info.nuid}")
         except (nats.js.errors.ObjectNotFoundError, nats.js.errors.NotFoundError, nats.js.errors.BadRequestError):

@@ -87,7 +87,7 @@ async def test_a_drain_lets_running_streams_end_and_refuses_new_ones_at_once(sta
     await released(stack, "cs", "leaving")
     drained = [event for event in stack.admin.events("cs", "leaving") if event.state == "unloaded"]
     assert drained[-1].detail["slot_bytes_returned"] > 0
-    assert drained[-1].detail["completed"] == STREAMS
+    assert len(still_running) <= drained[-1].detail["completed"] <= STREAMS
     assert drained[-1].detail["aborted"] == 0
 
 

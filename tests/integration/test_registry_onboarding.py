@@ -18,10 +18,11 @@ from shared.bus.embedded import EmbeddedNats
 from shared.contracts import adapters, admin, state
 from shared.contracts.adapters import AdapterEvent, OnboardAdapter
 from shared.contracts.permissions import TENANT_JETSTREAM_DOMAIN
+from shared.errors import InvalidRequest
 from tests import adapters_factory as factory
-from tests.integration.registry_rig import BASE, Admin, FakeWorker, obeying, running_registry
+from tests.integration.registry_rig import BASE, QUICK, Admin, FakeWorker, obeying, running_registry
 from tests.integration.test_registry_adapters import adapter
-from tests.waiting import until
+from tests.waiting import until, until_async
 
 PASSWORDS = {name: f"{name}-secret" for name in ("router", "registry", "worker", "supervisor")}
 
@@ -89,7 +90,7 @@ class Platform:
 
 
 @asynccontextmanager
-async def platform(tmp_path: Path) -> AsyncIterator[Platform]:
+async def platform(tmp_path: Path, **settings: int) -> AsyncIterator[Platform]:
     server = EmbeddedNats(tmp_path / "nats", users=service_users(PASSWORDS))
     await server.start()
     buses: dict[str, Bus] = {
@@ -98,7 +99,8 @@ async def platform(tmp_path: Path) -> AsyncIterator[Platform]:
     }
     try:
         worker = FakeWorker(buses["worker"])
-        async with running_registry(buses["registry"], asked_by=buses["router"]), obeying(worker):
+        quick = msgspec.structs.replace(QUICK, **settings)
+        async with running_registry(buses["registry"], quick, asked_by=buses["router"]), obeying(worker):
             made = Platform(server, Admin(buses["router"]), worker)
             try:
                 yield made
@@ -160,9 +162,75 @@ async def test_the_same_bytes_again_end_in_what_they_already_are(tmp_path: Path)
         sales = await running.team("sales")
         await sales.put("tone", factory.pack(adapter(tmp_path), "tar"))
         first = await sales.onboard(name="tone", object="tone", request="one")
+        await sales.put("tone", factory.pack(adapter(tmp_path), "zip"))
         again = await sales.onboard(name="tone", object="tone", request="two")
         assert (again.state, again.adapter_id, again.version) == ("ready", first.adapter_id, 1)
         assert len(running.worker.commands) == 1
+
+
+async def test_an_upload_is_deleted_once_it_was_taken_or_refused(tmp_path: Path) -> None:
+    async with platform(tmp_path) as running:
+        sales = await running.team("sales")
+        await sales.put("good", factory.pack(adapter(tmp_path), "tar"))
+        await sales.put("bad", factory.pack(factory.BAD_KINDS["DoRA"].make(BASE, tmp_path / "dora"), "tar"))
+        await sales.put("kept", b"nobody has asked for this yet")
+        assert (await sales.onboard(name="tone", object="good")).state == "ready"
+        assert (await sales.onboard(name="other", object="bad", base=BASE.identity)).state == "rejected"
+        registry = await connect(BusSettings(url=running.server.url, name="registry", user="registry", password=PASSWORDS["registry"]))
+        try:
+            bucket = adapters.uploads_bucket(sales.view.tenant_id)
+            objects = await open_objects(registry, bucket)
+
+            async def only_the_untouched_is_left() -> bool:
+                state = (await registry.js.stream_info(f"OBJ_{bucket}")).state
+                return await objects.names() == ["kept"] and state.bytes < 4000
+
+            await until_async(only_the_untouched_is_left, what="descriptions and bytes of what was looked at are gone")
+            first = await objects.revision("kept")
+            await sales.put("kept", b"another object under the name")
+            assert not await objects.delete_revision("kept", first), "what has been put since is the tenant's"
+            assert await objects.names() == ["kept"]
+        finally:
+            await registry.close()
+
+
+async def test_an_object_that_is_shorter_than_it_says_is_refused_and_holds_nobody_up(tmp_path: Path) -> None:
+    async with platform(tmp_path) as running:
+        sales = await running.team("sales")
+        await sales.put("short", factory.pack(adapter(tmp_path), "tar"))
+        bucket = adapters.uploads_bucket(sales.view.tenant_id)
+        js = sales.client.jetstream(domain=TENANT_JETSTREAM_DOMAIN)
+        info = await (await js.object_store(bucket)).get_info("short")
+        description = {**info.as_dict(), "size": 1 << 30}
+        await sales.client.request(f"$O.{bucket}.M.{_encoded('short')}", msgspec.json.encode(description), timeout=2)
+        event = await sales.onboard(name="tone", object="short")
+        assert event.error is not None
+        assert (event.state, event.error.code) == ("rejected", "object_corrupt")
+
+
+async def test_what_tenants_write_themselves_is_bounded(tmp_path: Path) -> None:
+    async with platform(tmp_path, tenant_uploads_limit_bytes=1 << 20) as running:
+        sales = await running.team("sales")
+        await sales.put("fits", bytes(500_000))
+        with pytest.raises(nats.js.errors.APIError, match="maximum messages exceeded"):
+            await sales.put("too much", bytes(900_000))
+        with pytest.raises(nats.js.errors.APIError, match="message size exceeds"):
+            subject = f"$O.{adapters.uploads_bucket(sales.view.tenant_id)}.C.x"
+            await sales.client.jetstream(domain=TENANT_JETSTREAM_DOMAIN).publish(subject, bytes(300_000))
+        with pytest.raises(nats.js.errors.APIError, match="message size exceeds"):
+            subject = adapters.onboard_subject(sales.view.tenant_id)
+            await sales.client.jetstream(domain=TENANT_JETSTREAM_DOMAIN).publish(subject, bytes(100_000))
+
+
+async def test_a_name_that_means_something_else_in_requests_is_refused(tmp_path: Path) -> None:
+    async with platform(tmp_path) as running:
+        sales = await running.team("sales")
+        for name in ("default", BASE.label):
+            event = await sales.onboard(name=name, object="any", request=f"named {name}")
+            assert event.error is not None
+            assert (event.state, event.error.code) == ("rejected", "invalid_request")
+            with pytest.raises(InvalidRequest, match="mean something else"):
+                await running.manager.add("sales", name, adapter(tmp_path), tmp_path)
 
 
 async def test_knowing_anothers_digest_or_object_gives_nothing(tmp_path: Path) -> None:
@@ -170,6 +238,7 @@ async def test_knowing_anothers_digest_or_object_gives_nothing(tmp_path: Path) -
         sales, cs = await running.team("sales"), await running.team("cs")
         await sales.put("tone", factory.pack(adapter(tmp_path), "tar"))
         mine = await sales.onboard(name="tone", object="tone")
+        await sales.put("tone", factory.pack(adapter(tmp_path), "tar"))
         for stolen in ("tone", f"{sales.view.tenant_id}.{mine.adapter_id}", mine.digest, f"../{adapters.ARTIFACTS_BUCKET}"):
             event = await cs.onboard(name="tone", object=stolen, request=f"steal {stolen}")
             assert event.error is not None
