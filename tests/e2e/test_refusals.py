@@ -40,7 +40,7 @@ def state(stack: Stack) -> object:
     return held, mounted
 
 
-@pytest.mark.parametrize("kind", [kind for kind in BAD_KINDS if kind != "symlink in a folder"])  # the client's packing refuses that one
+@pytest.mark.parametrize("kind", [kind for kind in BAD_KINDS if kind != "symlink in a folder"])  # the client packs what the links point to
 def test_a_bad_artifact_is_refused_by_reason(stack: Stack, base: BaseDescription, tmp_path: Path, kind: str) -> None:
     bad = BAD_KINDS[kind]
     path = bad.make(base, tmp_path / "bad")
