@@ -40,12 +40,20 @@ def print_line(text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[str] = ()) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[str] = (), spare: Sequence[str] = ()) -> Table:
+    """`spare`: columns to leave out, the first one first, while the table is wider than the terminal."""
+    cells = [list(row) for row in rows]
+    widths = {name: max(len(name), *(len(row[at]) for row in cells), 0) + 2 for at, name in enumerate(columns)}
+    left_out: set[str] = set()
+    for name in spare:
+        if sum(width for column, width in widths.items() if column not in left_out) - 2 > console.width:
+            left_out.add(name)
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", no_wrap=column not in {"reason", "detail"})
-    for row in rows:
-        made.add_row(*row)
+        if column not in left_out:
+            made.add_column(column, justify="right" if column in right else "left", no_wrap=column not in {"reason", "detail"})
+    for row in cells:
+        made.add_row(*(cell for cell, column in zip(row, columns, strict=True) if column not in left_out))
     return made
 
 

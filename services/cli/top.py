@@ -58,7 +58,9 @@ def picture(view: dict[str, Any], rates: Rates) -> Group:
     parts: list[Any] = []
     for pool in view.get("pools", []):
         parts.append(Text.assemble(("base ", "bold"), _short_base(str(pool.get("base", "")))))
-        parts.append(table(_WORKER_COLUMNS, [_worker_row(worker) for worker in pool.get("workers", [])], right=_WORKER_COLUMNS[2:]))
+        parts.append(
+            table(_WORKER_COLUMNS, [_worker_row(worker) for worker in pool.get("workers", [])], right=_WORKER_COLUMNS[2:], spare=_SPARE)
+        )
         rows = [_mount_row(mount, rates) for mount in _sorted(pool.get("mounts", []))]
         rows.append(_base_row(pool.get("workers", []), rates))
         parts += [Text(""), table(_ADAPTER_COLUMNS, rows, right=_ADAPTER_COLUMNS[3:])]
@@ -66,6 +68,7 @@ def picture(view: dict[str, Any], rates: Rates) -> Group:
 
 
 _WORKER_COLUMNS = ("worker", "state", "in flight", "waiting", "slots", "weights", "adapters", "free memory", "tokens/s")
+_SPARE = ("weights", "adapters", "waiting", "digest", "requests", "slots", "free memory")  # first what a narrow terminal misses least
 _ADAPTER_COLUMNS = ("tenant", "adapter", "state", "in flight", "waiting", "requests", "tokens", "tokens/s", "VRAM")
 
 
