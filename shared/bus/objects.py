@@ -1,5 +1,6 @@
 """JetStream Object Store: files in and out by streaming, every byte checked against its digest."""
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -18,6 +19,7 @@ from shared.errors import NotFound, TenantryError
 
 _CHUNK_BYTES = 512 * 1024
 _FETCH = 64  # chunks in one pull
+_LOOK_S = 1.0  # nothing has come for this long: is there anything left?
 _CLIENT_CHUNK_BYTES = 128 * 1024  # what NATS clients cut objects into unless told otherwise
 _CHUNK_SLACK_BYTES = 8 * 1024
 
@@ -61,6 +63,15 @@ class Objects:
         :raises ObjectCorrupt: its SHA-256 is not `sha256` (when given) or not its own, it is too big, or a link to another object.
         :raises BusUnavailable: not read whole, or no byte came in stall_s.
         """
+        disconnects = self._bus.disconnects
+        try:
+            return await self._get(name, path, sha256, limit_bytes, stall_s)
+        except ObjectCorrupt as error:
+            if self._bus.disconnects == disconnects or "limit_bytes" in error.fields:
+                raise
+            raise BusUnavailable(f"object {name}: the connection was lost while it was read", retry_after_s=1.0) from error
+
+    async def _get(self, name: str, path: Path, sha256: str, limit_bytes: int, stall_s: float) -> int:
         try:
             info = await self._inner.get_info(name)
             if info.is_link():
@@ -110,13 +121,17 @@ class Objects:
         return digest.hexdigest()
 
     async def _some(self, subscription: JetStreamContext.PullSubscription, name: str, left_bytes: int, stall_s: float) -> list[Msg]:
-        """The next chunks. An object that ends before its own description says so is told apart from a bus that is slow."""
-        try:
-            return await subscription.fetch(min(_FETCH, -(-left_bytes // _CHUNK_BYTES)), timeout=stall_s)
-        except (nats.errors.TimeoutError, TimeoutError):
-            if (await subscription.consumer_info()).num_pending:
-                raise
-            raise ObjectCorrupt(f"object {name} ends {left_bytes} bytes before its description says", object=name) from None
+        """The next chunks. An object that ends before its description says is told apart from a bus that is slow."""
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + stall_s
+        while True:
+            try:
+                return await subscription.fetch(min(_FETCH, -(-left_bytes // _CHUNK_BYTES)), timeout=min(stall_s, _LOOK_S))
+            except (nats.errors.TimeoutError, TimeoutError):
+                if not (await subscription.consumer_info()).num_pending:
+                    raise ObjectCorrupt(f"object {name} ends {left_bytes} bytes before its description says", object=name) from None
+                if loop.time() >= give_up_at_s:
+                    raise
 
     async def revision(self, name: str) -> int:
         """Grows with everything put or deleted under the name; 0: there is no such object."""

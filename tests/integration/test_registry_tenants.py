@@ -7,7 +7,7 @@ import bcrypt
 import msgspec
 import pytest
 
-from shared.bus import Bus, open_bucket, open_objects
+from shared.bus import Bus, BusUnavailable, open_bucket, open_objects
 from shared.contracts import adapters, admin, state
 from shared.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
 from tests.integration.registry_rig import BASE, SLOT_BYTES, Admin, running_registry, small_cluster
@@ -150,6 +150,25 @@ async def test_a_tenant_that_holds_adapters_is_not_deleted_and_its_keys_end_with
         again = await manager.tenant("sales")
         view = await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
         assert (view.version, again.vram_held_bytes) == (1, 0)
+
+
+async def test_a_deleted_tenant_leaves_neither_its_upload_bucket_nor_a_key_made_a_moment_before(bus: Bus) -> None:
+    async with running_registry(bus):
+        manager = Admin(bus)
+        for _ in range(5):
+            made = await manager.tenant("sales", nats_password=True)
+            await open_objects(bus, adapters.uploads_bucket(made.tenant_id))
+            live = await open_bucket(bus, state.STATE_BUCKET)
+            name = state.KEY_PREFIX + hashlib.sha256(made.tenant_id.encode()).hexdigest()
+            await live.put(name, state.encode(state.ApiKey(key_id="key_late", label="", tenants=("sales",))))
+            await manager.ask(admin.DeleteTenant(name="sales"))
+            late = await live.get(name)
+            assert late is not None
+            assert state.decode_key(late.value).revoked
+            with pytest.raises(BusUnavailable):
+                await open_objects(bus, adapters.uploads_bucket(made.tenant_id))
+        with pytest.raises(NotFound):
+            await manager.ask(admin.CreateKey(tenants=("sales",)))
 
 
 async def test_the_first_adapter_made_default_is_the_tenants_default(bus: Bus, tmp_path: Path) -> None:
