@@ -60,7 +60,8 @@ def memory(root: psutil.Process) -> list[dict[str, Any]]:
 def _name(process: psutil.Process) -> str:
     argv = process.cmdline()
     module = next((argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "-m"), "")
-    return module or ("tenantry up" if "up" in argv else process.name())
+    script = next((Path(word).stem for word in argv if word.endswith(".py")), "")
+    return module or script or ("tenantry up" if "up" in argv else process.name())
 
 
 def main() -> None:
