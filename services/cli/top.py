@@ -63,12 +63,12 @@ def picture(view: dict[str, Any], rates: Rates) -> Group:
         )
         rows = [_mount_row(mount, rates) for mount in _sorted(pool.get("mounts", []))]
         rows.append(_base_row(pool.get("workers", []), rates))
-        parts += [Text(""), table(_ADAPTER_COLUMNS, rows, right=_ADAPTER_COLUMNS[3:])]
+        parts += [Text(""), table(_ADAPTER_COLUMNS, rows, right=_ADAPTER_COLUMNS[3:], spare=_SPARE)]
     return Group(*(parts or [Text("no worker has come up yet")]))
 
 
 _WORKER_COLUMNS = ("worker", "state", "in flight", "waiting", "slots", "weights", "adapters", "free memory", "tokens/s")
-_SPARE = ("weights", "adapters", "waiting", "digest", "requests", "slots", "free memory")  # first what a narrow terminal misses least
+_SPARE = ("weights", "adapters", "waiting", "requests", "slots", "free memory")  # first what a narrow terminal misses least
 _ADAPTER_COLUMNS = ("tenant", "adapter", "state", "in flight", "waiting", "requests", "tokens", "tokens/s", "VRAM")
 
 
