@@ -51,14 +51,14 @@ class ArtifactCache:
             raise LoadFailed("the mount names no artifact digest", reason="no_digest")
         self._used.setdefault(sha256, set()).add(adapter_id)
         try:
-            async with self._locks.setdefault(sha256, asyncio.Lock()):
+            async with self._lock(sha256):
                 target = self._folder / sha256
                 if not target.is_dir():
                     await self._make(target, name, sha256, size_bytes)
                 os.utime(target)
                 return target
         except BaseException:
-            self._used[sha256].discard(adapter_id)
+            self._used.get(sha256, set()).discard(adapter_id)
             raise
 
     async def release(self, adapter_id: str) -> int:
@@ -68,16 +68,28 @@ class ArtifactCache:
             if adapter_id not in users:
                 continue
             users.discard(adapter_id)
-            if not users:
-                del self._used[sha256]
-                freed_bytes += await anyio.to_thread.run_sync(_delete, self._folder / sha256)
+            freed_bytes += await self._delete_unused(sha256)
         return freed_bytes
 
     async def evict(self) -> int:
         """Deletes the least recently used folders that no adapter uses until limit_bytes is kept; the bytes freed."""
         if not self._limit_bytes:
             return 0
-        return await anyio.to_thread.run_sync(self._evict, frozenset(sha256 for sha256, users in self._used.items() if users))
+        freed_bytes = 0
+        for name in await anyio.to_thread.run_sync(self._victims, frozenset(sha256 for sha256, users in self._used.items() if users)):
+            freed_bytes += await self._delete_unused(name)
+        return freed_bytes
+
+    async def _delete_unused(self, sha256: str) -> int:
+        """Whoever asks for the files meanwhile waits, and then makes them anew."""
+        async with self._lock(sha256):
+            if self._used.get(sha256):
+                return 0
+            self._used.pop(sha256, None)
+            return await anyio.to_thread.run_sync(_delete, self._folder / sha256)
+
+    def _lock(self, sha256: str) -> asyncio.Lock:
+        return self._locks.setdefault(sha256, asyncio.Lock())
 
     async def _make(self, target: Path, name: str, sha256: str, size_bytes: int) -> None:
         work = self._folder / f"{sha256}.part"
@@ -96,16 +108,19 @@ class ArtifactCache:
         for leftover in self._folder.glob("*.part"):
             _delete(leftover)
 
-    def _evict(self, used: frozenset[str]) -> int:
-        folders = sorted((f for f in self._folder.iterdir() if f.is_dir()), key=lambda folder: folder.stat().st_mtime)
-        sizes = {folder: _size_bytes(folder) for folder in folders}
-        held_bytes, freed_bytes = sum(sizes.values()), 0
-        for folder in folders:
-            if held_bytes - freed_bytes <= self._limit_bytes:
+    def _victims(self, used: frozenset[str]) -> list[str]:
+        """Unused folders, the least recently used first, as many as must go; those being made (.part) are not among them."""
+        folders = sorted((f for f in self._folder.iterdir() if f.is_dir() and not f.suffix), key=lambda folder: folder.stat().st_mtime)
+        sizes = {folder.name: _size_bytes(folder) for folder in folders}
+        over_bytes = sum(sizes.values()) - self._limit_bytes
+        victims: list[str] = []
+        for name in sizes:
+            if over_bytes <= 0:
                 break
-            if folder.name not in used:
-                freed_bytes += _delete(folder)
-        return freed_bytes
+            if name not in used:
+                victims.append(name)
+                over_bytes -= sizes[name]
+        return victims
 
 
 def _unpack(archive: Path, into: Path, limit_bytes: int) -> None:

@@ -5,11 +5,13 @@ import hashlib
 import io
 import os
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from services.worker import artifacts
 from services.worker.artifacts import ArtifactCache
 from shared.bus import ObjectCorrupt
 from shared.errors import LoadFailed, NotFound
@@ -73,6 +75,34 @@ async def test_files_stay_until_the_last_adapter_that_uses_them_is_released(tmp_
     assert await cache.release("ad_2") == 1
     assert not folder.exists()
     assert await cache.release("ad_2") == 0
+
+
+@pytest.mark.parametrize("way", ["release", "evict"])
+async def test_files_that_another_adapter_asks_for_while_they_are_deleted_are_there_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Two tenants may have uploaded the same bytes; one leaving takes nothing from the other that comes."""
+    archive = tar_of({"w": b"1" * 100})
+    earlier = await made(tmp_path, Store(x=archive))
+    await earlier.fetch("ad_1", "x", sha(archive), len(archive))
+    cache = earlier if way == "release" else await made(tmp_path, Store(x=archive), limit_bytes=1)
+    deleting, go_on = threading.Event(), threading.Event()
+    delete = artifacts._delete
+
+    def slowly(folder: Path) -> int:
+        if folder.name == sha(archive):
+            deleting.set()
+            assert go_on.wait(10)
+        return delete(folder)
+
+    monkeypatch.setattr(artifacts, "_delete", slowly)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(cache.release("ad_1") if way == "release" else cache.evict())
+        assert await asyncio.to_thread(deleting.wait, 10)
+        coming = group.create_task(cache.fetch("ad_2", "x", sha(archive), len(archive)))
+        await asyncio.sleep(0)  # it has asked
+        go_on.set()
+    assert (coming.result() / "w").read_bytes() == b"1" * 100
 
 
 @pytest.mark.parametrize("error", [NotFound, ObjectCorrupt])
