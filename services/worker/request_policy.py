@@ -9,11 +9,11 @@ from typing import Any, cast
 import msgspec
 
 from services.worker.request_content import check_content
+from services.worker.request_shape import MAX_DEPTH, check_shape
 from shared.contracts.inference import Handle
 from shared.errors import BodyTooLarge, EndpointNotSupported, FieldNotAllowed, InvalidRequest
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-MAX_DEPTH = 100
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 1024
@@ -166,7 +166,7 @@ def prepare(path: str, body: bytes, handle: Handle, engine_model: str) -> bytes:
     a private network or not, would be fetched by the worker.
 
     :raises FieldNotAllowed: `field` is its path, e.g. "messages[0].content[1].image_url".
-    :raises InvalidRequest: not a JSON object, nested too deep, or a value out of bounds.
+    :raises InvalidRequest: not a JSON object, nested too deep, with too many elements, or a value out of bounds.
     :raises BodyTooLarge: over MAX_BODY_BYTES.
     :raises EndpointNotSupported: no such path.
     """
@@ -218,21 +218,8 @@ def _parse(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise InvalidRequest("the body must be a JSON object")
     fields = cast("dict[str, Any]", parsed)
-    _check_depth(fields)
+    check_shape(fields)
     return fields
-
-
-def _check_depth(value: Any) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        deeper: list[Any] = []
-        for node in level:
-            children = cast("dict[str, Any]", node).values() if isinstance(node, dict) else cast("list[Any]", node)
-            deeper += [child for child in children if isinstance(child, dict | list)]
-        if not deeper:
-            return
-        level = deeper
-    raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
 def _check_bounds(path: str, fields: dict[str, Any]) -> None:

@@ -218,6 +218,34 @@ def test_a_body_nested_too_deep_is_invalid(depth: int) -> None:
         policy.prepare(CHAT, b'{"messages":' + b"[" * depth + b"]" * depth + b"}", HANDLE, ADAPTER)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, b'"messages": [' + b"[]," * 5_000 + b"[]]"),
+        (CHAT, b'"messages": [' + b"1," * 5_000 + b"1]"),
+        (CHAT, b'"messages": [{"role": "user", "content": [' + b"1," * 5_000 + b"1]}]"),
+        (CHAT, b'"messages": [' + (b'{"content": [' + b"{}," * 99 + b"{}]},") * 200 + b"{}]"),
+        (CHAT, b'"messages": [{' + b",".join(b'"k%d": 1' % n for n in range(5_000)) + b"}]"),
+        (CHAT, b'"stop": [' + b'"a",' * 5_000 + b'"a"]'),
+        (CHAT, b'"allowed_token_ids": [' + b"1," * 300_000 + b"1]"),
+        ("/v1/completions", b'"prompt": [' + b'1, "a",' * 5_000 + b"1]"),
+        ("/v1/completions", b'"prompt": [' + b"true," * 5_000 + b"true]"),
+        ("/v1/responses", b'"input": [' + b"{}," * 5_000 + b"{}]"),
+    ],
+)
+def test_a_body_with_more_elements_than_the_engine_can_check_in_passing_is_invalid(path: str, fields: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"entries; up to|lists and objects"):
+        policy.prepare(path, b"{" + fields + b"}", HANDLE, ADAPTER)
+
+
+def test_long_lists_of_token_ids_and_long_conversations_pass() -> None:
+    assert len(prepared("/v1/completions", prompt=list(range(100_000)))["prompt"]) == 100_000
+    assert len(prepared("/v1/completions", prompt=[list(range(10_000))] * 4)["prompt"]) == 4
+    assert len(prepared(CHAT, allowed_token_ids=list(range(150_000)))["allowed_token_ids"]) == 150_000
+    turn = {"role": "user", "content": [{"type": "text", "text": "hello"}]}
+    assert len(prepared(CHAT, messages=[turn] * 4_000)["messages"]) == 4_000
+
+
 def test_the_last_of_two_equal_fields_counts_for_the_check_and_for_the_engine() -> None:
     with pytest.raises(FieldNotAllowed):
         policy.prepare(CHAT, b'{"cache_salt": null, "cache_salt": "x"}', HANDLE, ADAPTER)
