@@ -5,19 +5,21 @@ BIN := .venv/bin
 TESTS ?= tests/unit tests/contracts tests/integration tests/chaos tests/kernels tests/e2e
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up test check format pins clean bench-router bench-switch bench-start
+.PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-kernels
 
 help:
 	@echo "make up [ARGS=...]    start Tenantry here (ARGS=--help lists the options)"
 	@echo "make test [ARGS=...]  all tests (TESTS=tests/unit for some)"
+	@echo "make test-kernels     the Triton kernels in Triton's interpreter, in .venv-kernels (GPU: see kernels/README.md)"
 	@echo "make check            lint, types, import rules"
 	@echo "make format           format the code"
 	@echo "make bench-router     the router beside LiteLLM and vllm-router (its own venv; minutes)"
 	@echo "make bench-switch     what changing the adapter costs on the real engine"
 	@echo "make bench-start      seconds to start, memory of each process"
+	@echo "make bench-kernels    on a GPU, with vLLM in KERNELS_PYTHON: kernels beside vLLM's, after their tests"
 	@echo "make venv             only install into .venv"
 	@echo "make pins             write constraints/ from what .venv holds"
-	@echo "make clean            remove .venv and .tenantry (the data of make up)"
+	@echo "make clean            remove .venv, .venv-kernels and .tenantry (the data of make up)"
 
 venv:
 	@$(PYTHON) deploy/make_venv.py
@@ -27,6 +29,20 @@ up: venv
 
 test: venv
 	@$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+# The kernels' own Python: a CPU vLLM must not find triton. On a GPU box name one that has torch, triton, pytest (and vLLM for the benchmark).
+KERNELS_PYTHON ?= .venv-kernels/bin/python
+
+KERNEL_TESTS := -m pytest -c tests/kernels_gpu/pytest.ini --rootdir tests/kernels_gpu --confcutdir tests/kernels_gpu -p no:cacheprovider
+
+venv-kernels:
+	@[ $(KERNELS_PYTHON) != .venv-kernels/bin/python ] || $(PYTHON) deploy/make_kernels_venv.py
+
+test-kernels: venv-kernels
+	@PYTHONPATH=kernels $(KERNELS_PYTHON) $(KERNEL_TESTS) tests/kernels_gpu $(ARGS)
+
+bench-kernels: venv-kernels
+	@PYTHONPATH=kernels $(KERNELS_PYTHON) -m lora_kernels.bench $(ARGS)
 
 check: venv
 	@$(BIN)/ruff check .
@@ -51,4 +67,4 @@ bench-start: venv
 	@$(BIN)/python -m benchmarks.start_up $(ARGS)
 
 clean:
-	rm -rf .venv .tenantry
+	rm -rf .venv .venv-kernels .tenantry

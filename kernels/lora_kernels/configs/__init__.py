@@ -1,0 +1,167 @@
+"""Tile sizes by GPU, op and shape: the nearest tuned entry, or a plain rule where nothing was tuned.
+
+Files are `<GPU name>.json` (blanks as underscores), first in the folder named by LORA_KERNELS_CONFIG_DIR, then here:
+`{"gpu": "NVIDIA H200", "entries": [{"op": "moe_shrink", "dtype": "bfloat16", "rank": 32, "width": 2880, "slices": 1,
+"adapters": 8, "rows": 32, "tiles": {"path": "pairs", "block": 256, "steps": 1, "num_warps": 4, "stages": 1}}]}`.
+"""
+
+import functools
+import json
+import math
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER_VARIABLE = "LORA_KERNELS_CONFIG_DIR"
+OPS = ("moe_shrink", "moe_expand", "dense_shrink", "dense_expand")
+PATHS = {"moe_shrink": ("pairs", "groups"), "moe_expand": ("pairs", "groups")} | dict.fromkeys(
+    ("dense_shrink", "dense_expand"), ("pairs", "slots")
+)
+
+
+class ConfigError(ValueError):
+    """A file of tuned tiles cannot be used: names the file and the key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What tiles are looked up by. rows: pairs of an expert layer, tokens of a dense one. width: K of a shrink, sum of N of an expand."""
+
+    op: str
+    dtype: str
+    rank: int
+    width: int
+    slices: int
+    adapters: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """path: one program a row ("pairs"), or a program for rows that share weights ("groups", and "slots" for dense layers).
+
+    block: elements of K a step (shrink), rows of B (expand). steps: blocks of K a program walks; the rest is split.
+    """
+
+    path: str
+    block: int
+    steps: int = 1
+    num_warps: int = 4
+    stages: int = 1
+
+
+def tiles_for(shape: Shape, device: torch.device) -> Tiles:
+    """The nearest tuned entry for this GPU, or the rule for a GPU, dtype or rank nobody tuned.
+
+    :raises ConfigError: a file for this GPU is malformed.
+    """
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return _choose(shape, gpu, os.environ.get(FOLDER_VARIABLE, ""))
+
+
+def tuned(op: str, like: torch.Tensor, *, rank: int, width: int, slices: int, adapters: int, rows: int) -> Tiles:
+    """`tiles_for` a launch on tensors like this one."""
+    dtype = str(like.dtype).removeprefix("torch.")
+    shape = Shape(op=op, dtype=dtype, rank=rank, width=width, slices=slices, adapters=adapters, rows=max(rows, 1))
+    return tiles_for(shape, like.device)
+
+
+def file_name(gpu: str) -> str:
+    return gpu.replace(" ", "_").replace("/", "_") + ".json"
+
+
+def padded_rank(rank: int) -> int:
+    """The power of two the kernels compute a rank with."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(shape: Shape, gpu: str, user_folder: str) -> Tiles:
+    for folder in (user_folder, str(Path(__file__).parent)):
+        fitting = [
+            (entry, tiles)
+            for entry, tiles in (_read(folder, gpu) if folder else ())
+            if (entry.op, entry.dtype, padded_rank(entry.rank)) == (shape.op, shape.dtype, padded_rank(shape.rank))
+        ]
+        if fitting:
+            return min(fitting, key=lambda found: _distance(found[0], shape))[1]
+    return default_tiles(shape)
+
+
+def _distance(entry: Shape, shape: Shape) -> float:
+    def apart(one: int, other: int) -> float:
+        return abs(math.log2(max(one, 1) / max(other, 1)))
+
+    return (
+        4 * apart(entry.rows, shape.rows)
+        + 2 * apart(entry.slices, shape.slices)
+        + apart(entry.width, shape.width)
+        + apart(entry.adapters, shape.adapters)
+    )
+
+
+def default_tiles(shape: Shape) -> Tiles:
+    """A rule that fits registers at every rank: 64 elements of weights a thread, few rows a program at a time."""
+    rank = padded_rank(shape.rank)
+    if shape.op.startswith("moe"):
+        grouped = shape.rows >= 1024
+        path = "groups" if grouped else "pairs"
+    else:
+        grouped = shape.rows >= 16
+        path = "slots" if grouped else "pairs"
+    if shape.op.endswith("expand"):
+        return Tiles(path=path, block=max(16, min(128 if grouped else 256, 8192 // rank)))
+    if not grouped:
+        return Tiles(path=path, block=max(32, min(256, 8192 // rank)))
+    block = max(32, min(128, 4096 // rank))
+    return Tiles(path=path, block=block, steps=max(1, min(4, shape.width // (8 * block))), stages=3)
+
+
+@functools.lru_cache(maxsize=32)
+def _read(folder: str, gpu: str) -> tuple[tuple[Shape, Tiles], ...]:
+    file = Path(folder) / file_name(gpu)
+    if not file.exists():
+        return ()
+    try:
+        document = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file}: expected JSON: {error}") from error
+    entries = document.get("entries") if isinstance(document, dict) else None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{file}: entries: expected a list")
+    return tuple(_entry(file, f"entries[{index}]", entry) for index, entry in enumerate(entries))
+
+
+def _entry(file: Path, where: str, entry: Any) -> tuple[Shape, Tiles]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{file}: {where}: expected an object")
+    shape = _fields(Shape, file, where, {key: value for key, value in entry.items() if key != "tiles"})
+    if shape.op not in OPS:
+        raise ConfigError(f"{file}: {where}.op: expected one of {', '.join(OPS)}, given {shape.op!r}")
+    tiles = _fields(Tiles, file, f"{where}.tiles", entry.get("tiles"))
+    if tiles.path not in PATHS[shape.op]:
+        raise ConfigError(f"{file}: {where}.tiles.path: expected one of {', '.join(PATHS[shape.op])}, given {tiles.path!r}")
+    for key, limits in {"block": (16, 4096), "num_warps": (1, 32)}.items():
+        value = getattr(tiles, key)
+        if not limits[0] <= value <= limits[1] or value & (value - 1):
+            raise ConfigError(f"{file}: {where}.tiles.{key}: expected a power of two in [{limits[0]}, {limits[1]}], given {value}")
+    return shape, tiles
+
+
+def _fields(kind: type, file: Path, where: str, given: Any) -> Any:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file}: {where}: expected an object")
+    known = {field.name: field for field in fields(kind)}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"{file}: {where}.{key}: unknown key")
+        wanted = str if known[key].type in (str, "str") else int
+        if not isinstance(value, wanted) or isinstance(value, bool) or (wanted is int and value < 1):
+            raise ConfigError(f"{file}: {where}.{key}: expected {'text' if wanted is str else 'a whole number above 0'}, given {value!r}")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ConfigError(f"{file}: {where}: {str(error).split('() ')[-1]}") from error

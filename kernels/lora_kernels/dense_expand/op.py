@@ -1,0 +1,78 @@
+"""dense_expand_: checks its arguments, chooses tiles, launches."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from lora_kernels.arguments import DTYPES, GRID_LIMIT, IDS, check, check_slots, check_stacks, check_tensor, three
+from lora_kernels.configs import Tiles, padded_rank, tuned
+from lora_kernels.dense_expand.kernel import expand_slots_kernel
+from lora_kernels.dense_shrink.op import tokens_a_program
+from lora_kernels.launch import Overlap, launch_options, overlap_on
+from lora_kernels.moe_expand.kernel import expand_pairs_kernel
+
+
+def dense_expand_(
+    out: torch.Tensor,
+    partials: torch.Tensor,
+    lora_b: Sequence[torch.Tensor],
+    token_slots: torch.Tensor,
+    *,
+    slot_ranks: torch.Tensor | None = None,
+    tiles: Tiles | None = None,
+    overlap: Overlap = Overlap.IDS_SETTLED,
+) -> None:
+    """Adds B h to the base output, in place; rows without an adapter keep their bits.
+
+    out: [num_tokens, sum of N], slices side by side. partials: dense_shrink's. lora_b: 1 to 3 stacks [slots, 1, N, R] in out's
+    dtype, N of its own each.
+
+    :raises ValueError: an argument does not fit.
+    """
+    check_tensor("out", out, shape=(None, None), dtypes=DTYPES, device=out.device)
+    num_tokens = len(out)
+    check_tensor("token_slots", token_slots, shape=(num_tokens,), dtypes=IDS, device=out.device)
+    slots, _, _, rank = check_stacks("lora_b", lora_b, num_experts=1, like=out)
+    for index, stack in enumerate(lora_b):
+        check(f"lora_b[{index}]", f"rank {rank}", f"rank {stack.shape[3]}", holds=stack.shape[3] == rank)
+    widths = [stack.shape[2] for stack in lora_b]
+    check("out", f"width {sum(widths)}", f"width {out.shape[1]}", holds=out.shape[1] == sum(widths))
+    shape = (None, num_tokens, len(lora_b), padded_rank(rank))
+    check_tensor("partials", partials, shape=shape, dtypes=(torch.float32,), device=out.device)
+    check_slots(slots, None, slot_ranks, device=out.device)
+    if num_tokens == 0:
+        return
+    tiles = tiles or tuned("dense_expand", out, rank=rank, width=sum(widths), slices=len(lora_b), adapters=slots, rows=num_tokens)
+    overlap = overlap_on(out.device, overlap)
+    splits = partials.shape[0]
+    b0, b1, b2 = three(lora_b)
+    n0, n1, n2 = [*widths, 0, 0][:3]
+    constants = {
+        "N0": n0,
+        "N1": n1,
+        "N2": n2,
+        "R": rank,
+        "R_PAD": padded_rank(rank),
+        "SLICES": len(lora_b),
+        "BLOCK_N": tiles.block,
+        "EVEN_N": all(width % tiles.block == 0 for width in widths),
+        "HAS_RANKS": slot_ranks is not None,
+        "PDL": int(overlap),
+    }
+    options = launch_options(overlap, num_warps=tiles.num_warps)
+    ranks = token_slots if slot_ranks is None else slot_ranks
+    blocks = sum(triton.cdiv(width, tiles.block) for width in widths)
+    if tiles.path == "slots":
+        check("lora_b", f"at most {GRID_LIMIT} slots and blocks", f"{slots} slots, {blocks} blocks", holds=max(slots, blocks) <= GRID_LIMIT)
+        tokens = tokens_a_program(num_tokens)
+        expand_slots_kernel[(triton.cdiv(num_tokens, tokens), blocks, slots)](
+            partials, b0, b1, b2, out, token_slots, ranks, num_tokens, splits, TOKENS=tokens, **constants, **options
+        )  # fmt: skip
+    else:
+        check("out", f"at most {GRID_LIMIT} tokens for tiles of path pairs", f"{num_tokens}", holds=num_tokens <= GRID_LIMIT)
+        expand_pairs_kernel[(blocks, num_tokens)](
+            partials, b0, b1, b2, out, partials, token_slots, token_slots, token_slots, ranks, num_tokens, slots, splits,
+            TOP_K=1, EXPERTS=0, B_EXPERTS=1, SPLITS_PAD=triton.next_power_of_2(splits),
+            HAS_WEIGHTS=False, HAS_ENABLED=False, **constants, **options,
+        )  # fmt: skip

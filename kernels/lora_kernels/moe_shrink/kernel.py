@@ -1,0 +1,213 @@
+"""h = A x for (token, expert) pairs: float32 partials over K, in Triton, by pair or by group of pairs that share a cell.
+
+Partials are `[splits, num_pairs, slices, R_PAD]`: no atomics, moe_expand sums the splits in their order. `PDL` is an
+`Overlap`; the waits stand behind it because the interpreter has none.
+"""
+
+# ruff: noqa: SIM102, SIM108 (in Triton a branch on a constant stands alone)
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def pick(piece, first, second, third, SLICES: tl.constexpr):
+    """One of up to three pointers: a branch keeps their alignment known, where a table of pointers would lose it."""
+    chosen = first
+    if SLICES > 1:
+        if piece == 1:
+            chosen = second
+    if SLICES > 2:
+        if piece == 2:
+            chosen = third
+    return chosen
+
+
+@triton.jit
+def rank_of(ranks_ptr, slot, R: tl.constexpr, HAS_RANKS: tl.constexpr):
+    """The slot's own rank, never more than the stack's."""
+    rank = R
+    if HAS_RANKS:
+        rank = tl.minimum(tl.load(ranks_ptr + slot), R)
+    return rank
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_slots"])
+def shrink_pairs_kernel(
+    x_ptr,
+    a0_ptr,
+    a1_ptr,
+    a2_ptr,
+    partials_ptr,
+    slots_ptr,
+    experts_ptr,
+    enabled_ptr,
+    ranks_ptr,
+    num_pairs,
+    num_slots,
+    TOP_K: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    A_EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    HAS_ENABLED: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid [num_pairs * SLICES, splits]: one pair's part of K against one [R, BLOCK_K * STEPS] tile of its A."""
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    if PDL == 1:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = row // SLICES
+    piece = row % SLICES
+    slot = tl.load(slots_ptr + pair // TOP_K)
+    used = (slot >= 0) & (slot < num_slots)
+    expert = 0
+    if EXPERTS > 0:
+        expert = tl.load(experts_ptr + pair).to(tl.int32)
+        used = used & (expert >= 0) & (expert < EXPERTS)
+    if used:
+        cell = slot.to(tl.int64) * A_EXPERTS
+        if A_EXPERTS > 1:
+            cell += expert
+        a_ptr = pick(piece, a0_ptr, a1_ptr, a2_ptr, SLICES) + cell * (R * K)
+        x_row = x_ptr + (pair // PAIRS_PER_ROW).to(tl.int64) * K
+        r = tl.arange(0, R_PAD)
+        rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
+        enabled = True
+        if HAS_ENABLED:
+            enabled = tl.load(enabled_ptr + slot) != 0
+        total = tl.zeros((R_PAD,), tl.float32)
+        for step in tl.static_range(STEPS):
+            k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+            a_tile = a_ptr + r[:, None] * K + k[None, :]
+            if K % (BLOCK_K * STEPS) == 0:
+                if HAS_RANKS or R != R_PAD:
+                    a = tl.load(a_tile, mask=(r < rank)[:, None], other=0.0)
+                else:
+                    a = tl.load(a_tile)
+                if PDL == 2 and step == 0:
+                    gdc_wait()
+                    gdc_launch_dependents()
+                x = tl.load(x_row + k)
+            else:
+                if HAS_RANKS or R != R_PAD:
+                    a = tl.load(a_tile, mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
+                else:
+                    a = tl.load(a_tile, mask=(k < K)[None, :], other=0.0)
+                if PDL == 2 and step == 0:
+                    gdc_wait()
+                    gdc_launch_dependents()
+                x = tl.load(x_row + k, mask=k < K, other=0.0)
+            total += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+        to = partials_ptr + ((split.to(tl.int64) * num_pairs + pair) * SLICES + piece) * R_PAD + r
+        tl.store(to, total, mask=(r < R_PAD) & enabled)
+    else:
+        if PDL == 2:
+            gdc_wait()
+
+
+@triton.jit
+def shrink_rows(
+    x_ptr,
+    a_ptr,
+    partials_ptr,
+    x_rows,
+    out_rows,
+    members,
+    rank,
+    split,
+    piece,
+    num_rows,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    SLICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+):
+    """Up to ROWS rows of x against one A: only members are read and written."""
+    r = tl.arange(0, R_PAD)
+    x_tile = x_ptr + x_rows.to(tl.int64)[:, None] * K
+    total = tl.zeros((ROWS, R_PAD), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        a_tile = a_ptr + r[:, None] * K + k[None, :]
+        if K % (BLOCK_K * STEPS) == 0:
+            x = tl.load(x_tile + k[None, :], mask=members[:, None], other=0.0)
+            if HAS_RANKS or R != R_PAD:
+                a = tl.load(a_tile, mask=(r < rank)[:, None], other=0.0)
+            else:
+                a = tl.load(a_tile)
+        else:
+            x = tl.load(x_tile + k[None, :], mask=members[:, None] & (k < K)[None, :], other=0.0)
+            if HAS_RANKS or R != R_PAD:
+                a = tl.load(a_tile, mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
+            else:
+                a = tl.load(a_tile, mask=(k < K)[None, :], other=0.0)
+        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+    to = ((split.to(tl.int64) * num_rows + out_rows) * SLICES + piece) * R_PAD
+    tl.store(partials_ptr + to[:, None] + r[None, :], total, mask=members[:, None] & (r < R_PAD)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def shrink_groups_kernel(
+    x_ptr,
+    a0_ptr,
+    a1_ptr,
+    a2_ptr,
+    partials_ptr,
+    order_ptr,
+    groups_ptr,
+    num_groups_ptr,
+    ranks_ptr,
+    num_pairs,
+    PAIRS_PER_ROW: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    A_EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    SLICES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid [most groups * SLICES, splits]: one group's rows of x against one tile of the A they share."""
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    if PDL > 0:
+        gdc_wait()
+        gdc_launch_dependents()
+    group = row // SLICES
+    piece = row % SLICES
+    if group < tl.load(num_groups_ptr):
+        cell = tl.load(groups_ptr + group * 3)
+        start = tl.load(groups_ptr + group * 3 + 1)
+        count = tl.load(groups_ptr + group * 3 + 2)
+        slot = cell // EXPERTS
+        a_cell = slot.to(tl.int64) * A_EXPERTS
+        if A_EXPERTS > 1:
+            a_cell += cell % EXPERTS
+        a_ptr = pick(piece, a0_ptr, a1_ptr, a2_ptr, SLICES) + a_cell * (R * K)
+        m = tl.arange(0, GROUP)
+        pairs = tl.load(order_ptr + start + m, mask=m < count, other=0)
+        rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
+        shrink_rows(
+            x_ptr, a_ptr, partials_ptr, pairs // PAIRS_PER_ROW, pairs, m < count, rank, split, piece, num_pairs,
+            K, R, R_PAD, SLICES, GROUP, BLOCK_K, STEPS, STAGES, HAS_RANKS,
+        )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Groups of (token, expert) pairs that share an (adapter, expert) cell, made on the device: once per layer, for w13 and w2."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from lora_kernels.arguments import IDS, check, check_tensor
+from lora_kernels.launch import Overlap, launch_options, overlap_on
+from lora_kernels.pair_groups.kernel import group_pairs_kernel
+
+GROUP = 16
+"""Most pairs of a group: the rows one tl.dot takes at least."""
+MOST_PAIRS = 4096
+MOST_CELLS = 4096
+
+
+class PairGroups(NamedTuple):
+    """order: [num_pairs] int32, pairs by cell. groups: [most_groups, 3] int32, (cell, start in order, count). num_groups: [1] int32.
+
+    What lies beyond num_groups is not initialised.
+    """
+
+    order: torch.Tensor
+    groups: torch.Tensor
+    num_groups: torch.Tensor
+
+
+def can_group(num_pairs: int, *, num_slots: int, num_experts: int) -> bool:
+    return num_pairs <= MOST_PAIRS and num_slots * num_experts <= MOST_CELLS
+
+
+def group_pairs(
+    token_slots: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    num_slots: int,
+    num_experts: int,
+    slot_enabled: torch.Tensor | None = None,
+    overlap: Overlap = Overlap.INPUTS_FRESH,
+) -> PairGroups:
+    """Leaves out pairs without an adapter, of a disabled adapter, or with an expert that is not here (-1).
+
+    token_slots: [num_tokens] int, negative where a token has no adapter. topk_ids: [num_tokens, top_k] int.
+    slot_enabled: [>= num_slots] int32, 0 for an adapter that leaves this layer alone.
+
+    :raises ValueError: an argument does not fit, or there are more pairs or cells than one launch sorts.
+    """
+    device = topk_ids.device
+    check_tensor("topk_ids", topk_ids, shape=(None, None), dtypes=IDS, device=device)
+    check_tensor("token_slots", token_slots, shape=(topk_ids.shape[0],), dtypes=IDS, device=device)
+    if slot_enabled is not None:
+        check_tensor("slot_enabled", slot_enabled, shape=(None,), dtypes=IDS, device=device)
+        check("slot_enabled", f"{num_slots} or more", len(slot_enabled), holds=len(slot_enabled) >= num_slots)
+    num_pairs, num_cells = topk_ids.numel(), num_slots * num_experts
+    check("topk_ids", f"at most {MOST_PAIRS} pairs", f"{num_pairs}", holds=num_pairs <= MOST_PAIRS)
+    check("num_slots * num_experts", f"1 to {MOST_CELLS} cells", num_cells, holds=1 <= num_cells <= MOST_CELLS)
+    most = min(num_pairs, num_cells + num_pairs // GROUP)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    groups = torch.empty(most, 3, dtype=torch.int32, device=device)
+    if num_pairs == 0:
+        return PairGroups(order, groups, torch.zeros(1, dtype=torch.int32, device=device))
+    num_groups = torch.empty(1, dtype=torch.int32, device=device)
+    own, overlap = 16, overlap_on(device, overlap)
+    group_pairs_kernel[(triton.cdiv(num_pairs, own),)](
+        token_slots,
+        topk_ids,
+        token_slots if slot_enabled is None else slot_enabled,
+        order,
+        groups,
+        num_groups,
+        num_pairs,
+        num_slots,
+        TOP_K=topk_ids.shape[1],
+        EXPERTS=num_experts,
+        CELLS_PAD=triton.next_power_of_2(max(num_cells, 32)),
+        PAIRS_PAD=triton.next_power_of_2(max(num_pairs, 256)),
+        OWN=own,
+        CHUNK=256,
+        GROUP=GROUP,
+        HAS_ENABLED=slot_enabled is not None,
+        PDL=int(overlap),
+        **launch_options(overlap, num_warps=4),
+    )
+    return PairGroups(order, groups, num_groups)
