@@ -17,6 +17,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 1024
+MAX_STOPS = 128  # each is looked for in every token's text, in the loop that all streams share
 
 _COMMON = frozenset({"model", "user", "metadata", "temperature", "top_p", "top_k", "stream"})
 _SAMPLING = frozenset(
@@ -240,6 +241,11 @@ def _check_bounds(path: str, fields: dict[str, Any]) -> None:
                 asked=len(prompts),
                 allowed=MAX_PROMPTS,
             )
+    for name in ("stop", "stop_sequences", "bad_words"):
+        stops = fields.get(name)
+        if isinstance(stops, list) and len(cast("list[Any]", stops)) > MAX_STOPS:
+            asked = len(cast("list[Any]", stops))
+            raise InvalidRequest(f"{name} has {asked} entries; up to {MAX_STOPS} are allowed", field=name, asked=asked, allowed=MAX_STOPS)
     template = fields.get("chat_template_kwargs")
     if template is not None and not isinstance(template, dict):
         raise InvalidRequest("chat_template_kwargs must be an object", field="chat_template_kwargs")

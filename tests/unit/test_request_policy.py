@@ -194,6 +194,9 @@ def test_template_arguments_that_are_not_the_templates_are_refused(name: str) ->
         ("/v1/completions", {"logprobs": -1}),
         ("/v1/completions", {"prompt": ["x"] * 1025}),
         (CHAT, {"chat_template_kwargs": "x"}),
+        (CHAT, {"stop": ["x"] * 129}),
+        (CHAT, {"bad_words": ["x"] * 129}),
+        ("/v1/messages", {"stop_sequences": ["x"] * 129}),
     ],
 )
 def test_values_out_of_bounds_are_invalid(path: str, fields: dict[str, Any]) -> None:
