@@ -1,0 +1,18 @@
+"""An expert layer's LoRA at prefill, fused with the activation and with the sum over choices."""
+
+from lora_kernels.moe_prefill.activation import Activation
+from lora_kernels.moe_prefill.layer import combine, expand_activate, group_tokens, shrink
+from lora_kernels.moe_prefill.plan import PrefillPlan, Tiles, plan_prefill
+from lora_kernels.moe_prefill.weights import ExpertLora
+
+__all__ = [
+    "Activation",
+    "ExpertLora",
+    "PrefillPlan",
+    "Tiles",
+    "combine",
+    "expand_activate",
+    "group_tokens",
+    "plan_prefill",
+    "shrink",
+]

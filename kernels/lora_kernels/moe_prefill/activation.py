@@ -1,0 +1,31 @@
+"""The activations between a layer's two projections: SwiGLU, and GPT-OSS's clamped one with gate and up interleaved."""
+
+from enum import Enum
+
+import triton
+import triton.language as tl
+
+
+class Activation(Enum):
+    """What is applied to (gate, up), and how the two lie in w13's output."""
+
+    SWIGLU = "swiglu"
+    """silu(gate) * up; gate in the first half of a row, up in the second. A and B are two stacks each ("2D")."""
+
+    GPT_OSS = "gpt_oss"
+    """(up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7 of 0; gate, up, gate, up, … in a row. One A and
+    one B, whose rows are interleaved likewise ("3D")."""
+
+    @property
+    def num_slices(self) -> int:
+        return 1 if self is Activation.GPT_OSS else 2
+
+
+@triton.jit
+def activate(gate, up, GPT_OSS: tl.constexpr):
+    """float32 in, float32 out."""
+    if GPT_OSS:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return (up + 1.0) * (gate * (1.0 / (1.0 + tl.exp(-1.702 * gate))))
+    return gate * (1.0 / (1.0 + tl.exp(-gate))) * up

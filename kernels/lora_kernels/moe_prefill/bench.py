@@ -1,0 +1,184 @@
+"""Prefill of one expert layer against vLLM's own way and the memory floor, on a GPU: microseconds a layer.
+
+Counted on both sides: list (or align), shrink, expand, activation, w2 shrink and expand, the sum over choices. Chains of
+`LAYERS` layers are captured in a graph and replayed; each layer has weights and activations of its own, so nothing is
+warm in the L2 cache; medians. Tokens of one adapter lie together, as requests do; routing is uniform.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from lora_kernels.moe_prefill.activation import Activation
+from lora_kernels.moe_prefill.layer import combine, expand_activate, group_tokens, shrink
+from lora_kernels.moe_prefill.plan import PrefillPlan, plan_prefill
+from lora_kernels.moe_prefill.vllm_peer import VllmLayer
+from lora_kernels.moe_prefill.weights import ExpertLora
+from lora_kernels.work_list import build_work_list
+
+LAYERS = 4
+REPLAYS = 15
+FLOOR_BYTES_PER_S = 4.5e12
+SHAPES = ((1600, 1), (6400, 8), (12800, 8))
+"""(tokens, adapters)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    name: str
+    activation: Activation
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+
+MODELS = (
+    Model(name="gptoss-20b", activation=Activation.GPT_OSS, num_experts=32, top_k=4, hidden_size=2880, intermediate_size=2880),
+    Model(name="qwen3-30b-a3b", activation=Activation.SWIGLU, num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTensors:
+    lora: ExpertLora
+    x: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    token_adapters: torch.Tensor
+
+
+def rows(*, rank: int = 32, with_vllm: bool = True) -> Iterator[dict[str, object]]:
+    """One row per model, shape and op ("moe_lora_prefill", "work_list"). vllm_us is None without vLLM."""
+    for model in MODELS:
+        for num_tokens, adapters in SHAPES:
+            layers = make_layers(model, num_tokens, adapters, rank)
+            plan = plan_of(layers[0], model)
+            key = {"model": model.name, "tokens": num_tokens, "adapters": adapters, "rank": rank}
+            peers = [VllmLayer(layer.lora, layer.topk_ids, layer.token_adapters) for layer in layers] if with_vllm else []
+            yield key | {
+                "op": "work_list",
+                "us": microseconds_per_layer(lambda plan=plan, layers=layers: [list_of(layer, plan) for layer in layers]),
+                "vllm_us": microseconds_per_layer(lambda peers=peers: [peer.align() for peer in peers]) if peers else None,
+                "floor_us": (layers[0].topk_ids.numel() * 8 + num_tokens * 4) / FLOOR_BYTES_PER_S * 1e6,
+            }
+            yield key | {
+                "op": "moe_lora_prefill",
+                "us": microseconds_per_layer(lambda plan=plan, layers=layers: run_forward(layers, plan)),
+                "vllm_us": microseconds_per_layer(lambda peers=peers, layers=layers: _run_peers(peers, layers)) if peers else None,
+                "floor_us": floor_bytes(layers[0], model) / FLOOR_BYTES_PER_S * 1e6,
+            }
+
+
+def make_layers(model: Model, num_tokens: int, adapters: int, rank: int, *, count: int = LAYERS) -> list[LayerTensors]:
+    draw = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16) * scale
+
+    slices, experts, hidden, size = model.activation.num_slices, model.num_experts, model.hidden_size, model.intermediate_size
+    width, num_pairs = 2 * size // slices, num_tokens * model.top_k
+    layers = []
+    for _ in range(count):
+        lora = ExpertLora(
+            activation=model.activation,
+            gate_up_a=[normal(adapters, experts, rank, hidden, scale=0.02) for _ in range(slices)],
+            gate_up_b=[normal(adapters, experts, width, rank, scale=0.02) for _ in range(slices)],
+            down_a=normal(adapters, experts, rank, size, scale=0.02),
+            down_b=normal(adapters, experts, hidden, rank, scale=0.02),
+            num_experts=experts,
+        )
+        top = torch.rand((num_tokens, experts), generator=draw, device="cuda").topk(model.top_k, 1)
+        layers.append(
+            LayerTensors(
+                lora=lora,
+                x=normal(num_tokens, hidden),
+                gate_up=normal(num_pairs, 2 * size),
+                down=normal(num_pairs, hidden),
+                topk_ids=top.indices.to(torch.int32),
+                topk_weights=top.values.softmax(1),
+                token_adapters=(torch.arange(num_tokens, device="cuda") * adapters // num_tokens).to(torch.int32),
+            )
+        )
+    return [replace(layer, token_adapters=layers[0].token_adapters) for layer in layers]
+
+
+def plan_of(layer: LayerTensors, model: Model) -> PrefillPlan:
+    return plan_prefill(
+        num_tokens=layer.topk_ids.shape[0],
+        top_k=model.top_k,
+        num_adapters=layer.lora.num_adapters,
+        num_experts=model.num_experts,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        rank=layer.lora.rank,
+    )
+
+
+def list_of(layer: LayerTensors, plan: PrefillPlan) -> object:
+    return build_work_list(
+        layer.topk_ids,
+        layer.token_adapters,
+        num_adapters=layer.lora.num_adapters,
+        num_experts=layer.lora.num_experts,
+        block_m=plan.block_m,
+    )
+
+
+def run_forward(layers: list[LayerTensors], plan: PrefillPlan) -> None:
+    """A chain of layers of one batch: tokens are grouped by adapter once, pairs in every layer."""
+    tokens = group_tokens(layers[0].token_adapters, num_adapters=layers[0].lora.num_adapters) if plan.dense else None
+    for layer in layers:
+        work = list_of(layer, plan)
+        hidden = shrink(layer.x, layer.lora, work, plan)
+        _, down_hidden = expand_activate(layer.gate_up, hidden, layer.lora, work, plan, layer.topk_weights)
+        combine(
+            layer.down,
+            down_hidden,
+            layer.lora,
+            work,
+            plan,
+            layer.topk_weights,
+            layer.topk_ids,
+            tokens_by_adapter=tokens,
+            all_experts_local=True,
+        )
+
+
+def floor_bytes(layer: LayerTensors, model: Model) -> int:
+    """Each input read once, each output written once, 16-bit; the weights of the cells in use."""
+    num_pairs = layer.topk_ids.numel()
+    cells = min(num_pairs, layer.lora.num_adapters * model.num_experts)
+    stacks = [*layer.lora.gate_up_a, *layer.lora.gate_up_b, layer.lora.down_a, layer.lora.down_b]
+    weights = sum(stack.shape[2] * stack.shape[3] for stack in stacks) * cells
+    activations = 2 * layer.x.numel() + layer.gate_up.numel() * 3 // 2 + layer.down.numel()
+    return 2 * (weights + activations)
+
+
+def microseconds_per_layer(launch: Callable[[], object], *, layers: int = LAYERS) -> float:
+    """Median over graph replays of one captured chain, divided by its layers."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / layers)
+    return median(times)
+
+
+def _run_peers(peers: list[VllmLayer], layers: list[LayerTensors]) -> None:
+    for peer, layer in zip(peers, layers, strict=True):
+        peer.run(layer.x, layer.gate_up, layer.down, layer.topk_weights)

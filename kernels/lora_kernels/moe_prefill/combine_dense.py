@@ -1,0 +1,88 @@
+"""w2 expand and the sum over choices in one GEMM: [tokens of one adapter, E * R] times that adapter's stacked B.
+
+It does E / top_k times the needed arithmetic and spares a read and a write of the base's rows: it pays where experts
+are few and tokens many.
+"""
+
+import triton
+import triton.language as tl
+
+from lora_kernels.work_list.kernel import load_tile
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def combine_dense_kernel(
+    down,  # [num_tokens * TOP_K, N]
+    hidden,  # [num_tokens, NUM_EXPERTS * BLOCK_R], times the routing weight, zeros where an expert was not chosen
+    b,  # [L, E, N, R]
+    topk_ids,
+    out,  # [num_tokens, N]
+    token_order,  # tokens by adapter: a work list whose pairs are tokens and whose cells are adapters
+    token_tiles,
+    num_tiles,
+    max_tiles,
+    b_adapter_stride,
+    b_expert_stride,
+    NUM_EXPERTS: tl.constexpr,
+    NO_ADAPTER: tl.constexpr,
+    ALL_LOCAL: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    LIST_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SUM_FIRST: tl.constexpr,
+):
+    """One program per (tokens of one adapter, columns)."""
+    PARTS: tl.constexpr = tl.cdiv(N, BLOCK_N)
+    n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    adapter, start, rows = load_tile(token_tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
+    if rows > 0:
+        m = tl.arange(0, BLOCK_M)
+        row_mask = (m < rows)[:, None]
+        token = tl.load(token_order + start + m, mask=m < rows, other=0)
+        mask = row_mask & (n < N)[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if SUM_FIRST:
+            total = _add_choices(total, down, topk_ids, token, n, mask, NUM_EXPERTS, ALL_LOCAL, TOP_K, N)
+        if adapter < NO_ADAPTER:
+            b_at = adapter.to(tl.int64) * b_adapter_stride
+            hidden_rows = hidden + token.to(tl.int64)[:, None] * (NUM_EXPERTS * BLOCK_R)
+            for step in tl.range(0, NUM_EXPERTS * BLOCK_R, BLOCK_K, num_stages=STAGES):
+                k = step + tl.arange(0, BLOCK_K)
+                r = k % BLOCK_R
+                inside = k < NUM_EXPERTS * BLOCK_R
+                h = tl.load(hidden_rows + k[None, :], mask=row_mask & inside[None, :], other=0.0)
+                b_rows = b + b_at + (k // BLOCK_R).to(tl.int64)[:, None] * b_expert_stride + r[:, None] + n[None, :] * R
+                b_tile = tl.load(b_rows, mask=(inside & (r < R))[:, None] & (n < N)[None, :], other=0.0)
+                total = tl.dot(h, b_tile, total, input_precision="ieee")
+        if not SUM_FIRST:
+            total = _add_choices(total, down, topk_ids, token, n, mask, NUM_EXPERTS, ALL_LOCAL, TOP_K, N)
+        tl.store(out + token.to(tl.int64)[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_choices(
+    total,
+    down,
+    topk_ids,
+    token,
+    n,
+    mask,
+    NUM_EXPERTS: tl.constexpr,
+    ALL_LOCAL: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+):
+    first = token.to(tl.int64) * TOP_K
+    for choice in tl.static_range(TOP_K):
+        kept = mask
+        if not ALL_LOCAL:
+            expert = tl.load(topk_ids + first + choice)
+            kept = mask & ((expert >= 0) & (expert < NUM_EXPERTS))[:, None]
+        total += tl.load(down + (first[:, None] + choice) * N + n[None, :], mask=kept, other=0.0).to(tl.float32)
+    return total

@@ -1,0 +1,119 @@
+"""w13 expand, activation and w2 shrink in one kernel: base activations are read once, activated ones written once."""
+
+import triton
+import triton.language as tl
+
+from lora_kernels.moe_prefill.activation import activate
+from lora_kernels.moe_prefill.shrink import load_hidden
+from lora_kernels.work_list.kernel import load_tile
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+def expand_activate_kernel(
+    gate_up,  # [num_pairs, 2 N]
+    hidden,  # [SPLITS, SLICES, num_pairs, BLOCK_R] float32
+    b0,  # [L, E, N, R], or [L, E, 2 N, R] interleaved
+    b1,
+    down_a,  # [L, E, R, N]
+    out,  # [num_pairs, N]
+    down_hidden,  # [PARTS, num_pairs, BLOCK_R] float32, or DENSE: [num_tokens, NUM_EXPERTS * BLOCK_R]
+    topk_weights,  # [num_pairs] float32, read where DENSE
+    order,
+    tiles,
+    num_tiles,
+    num_pairs,
+    max_tiles,
+    b_adapter_stride,
+    b_expert_stride,
+    a_adapter_stride,
+    a_expert_stride,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NO_ADAPTER: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GPT_OSS: tl.constexpr,
+    DENSE: tl.constexpr,
+    LIST_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program per (tile, part of N). A tile without an adapter gets the plain activation, bit for bit."""
+    SLICES: tl.constexpr = 1 if GPT_OSS else 2
+    STEPS: tl.constexpr = tl.cdiv(tl.cdiv(N, BLOCK_N), PARTS)
+    EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
+    # Gate and up of one column fill one 32-bit word where the type has 16 bits.
+    PACKED: tl.constexpr = GPT_OSS and gate_up.dtype.element_ty.primitive_bitwidth == 16
+    part = tl.program_id(0) % PARTS
+    cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
+    if rows > 0:
+        m = tl.arange(0, BLOCK_M)
+        r = tl.arange(0, BLOCK_R)
+        adapted = cell < NO_ADAPTER
+        row_mask = (m < rows)[:, None]
+        pair = tl.load(order + start + m, mask=m < rows, other=0)
+        row = pair.to(tl.int64)[:, None]
+        place = (start + m).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+        h0 = load_hidden(hidden, 0, place, row_mask & adapted, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
+        h1 = h0
+        if SLICES == 2:
+            h1 = load_hidden(hidden, 1, place, row_mask & adapted, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
+        expert = cell % NUM_EXPERTS
+        adapter = tl.where(adapted, cell // NUM_EXPERTS, 0).to(tl.int64)
+        b_at = adapter * b_adapter_stride + expert.to(tl.int64) * b_expert_stride
+        a_at = adapter * a_adapter_stride + expert.to(tl.int64) * a_expert_stride + r[None, :] * N
+        down = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            n = (part * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask = row_mask
+            b_mask = adapted
+            a_mask = adapted
+            if not EVEN_N:
+                mask = row_mask & (n < N)[None, :]
+                b_mask = b_mask & (n < N)[None, :]
+                a_mask = a_mask & (n < N)[:, None]
+            if R != BLOCK_R:
+                b_mask = b_mask & (r < R)[:, None]
+                a_mask = a_mask & (r < R)[None, :]
+            if PACKED:
+                both = tl.load(gate_up.to(tl.pointer_type(tl.int32)) + row * N + n[None, :], mask=mask, other=0)
+                if gate_up.dtype.element_ty == tl.bfloat16:
+                    gate = (both << 16).to(tl.float32, bitcast=True)
+                    up = (both & -65536).to(tl.float32, bitcast=True)
+                else:
+                    gate = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                    up = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            elif GPT_OSS:
+                at = gate_up + row * (2 * N) + 2 * n[None, :]
+                gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                up = tl.load(at + 1, mask=mask, other=0.0).to(tl.float32)
+            else:
+                at = gate_up + row * (2 * N) + n[None, :]
+                gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
+            if GPT_OSS:
+                b_rows = b0 + b_at + n[None, :] * (2 * R) + r[:, None]
+                b_gate = tl.load(b_rows, mask=b_mask, other=0.0)
+                b_up = tl.load(b_rows + R, mask=b_mask, other=0.0)
+            else:
+                b_rows = b_at + n[None, :] * R + r[:, None]
+                b_gate = tl.load(b0 + b_rows, mask=b_mask, other=0.0)
+                b_up = tl.load(b1 + b_rows, mask=b_mask, other=0.0)
+            # A sum with a zero delta would turn -0 into +0.
+            gate = tl.where(adapted, gate + tl.dot(h0, b_gate, input_precision="ieee"), gate)
+            up = tl.where(adapted, up + tl.dot(h1, b_up, input_precision="ieee"), up)
+            a_tile = tl.load(down_a + a_at + n[:, None], mask=a_mask, other=0.0)
+            act = activate(gate, up, GPT_OSS)
+            tl.store(out + row * N + n[None, :], act.to(out.dtype.element_ty), mask=mask)
+            down = tl.dot(act.to(down_a.dtype.element_ty), a_tile, down, input_precision="ieee")
+        if DENSE:
+            weight = tl.load(topk_weights + pair, mask=(m < rows) & adapted, other=0.0)
+            at = down_hidden + (row // TOP_K) * (NUM_EXPERTS * BLOCK_R) + expert * BLOCK_R + r[None, :]
+            tl.store(at, (down * weight[:, None]).to(down_hidden.dtype.element_ty), mask=row_mask & adapted)
+        else:
+            at = down_hidden + part.to(tl.int64) * num_pairs * BLOCK_R + place
+            tl.store(at, down, mask=row_mask & adapted)

@@ -1,0 +1,275 @@
+"""Launches of an expert layer at prefill, in the order an engine calls them around the base's two GEMMs.
+
+build_work_list → shrink → (base GEMM 1) → expand_activate → (base GEMM 2) → combine.
+"""
+
+import torch
+import triton
+
+from lora_kernels.arguments import DTYPES, check, check_tensor
+from lora_kernels.moe_prefill.activation import Activation
+from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
+from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel
+from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
+from lora_kernels.moe_prefill.plan import PrefillPlan, Tiles
+from lora_kernels.moe_prefill.shrink import shrink_kernel
+from lora_kernels.moe_prefill.weights import ExpertLora, strides
+from lora_kernels.work_list import WorkList, build_work_list
+
+DENSE_TILES = Tiles(block_m=128, block_n=128, parts=1, num_warps=8, num_stages=3)
+DENSE_BLOCK_K = 64
+DENSE_SUM_FIRST = False
+DENSE_MAX_REGISTERS = 128
+
+
+def shrink(x: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan) -> torch.Tensor:
+    """x A^T of every pair: [splits, slices, num_pairs, R] float32, rows in the list's order. Needs no base result.
+
+    x: [num_tokens, H] in the adapters' dtype.
+    """
+    _check_work(lora, work, plan)
+    a_stacks, tiles = lora.gate_up_a, plan.shrink
+    check_tensor("x", x, dtypes=(a_stacks[0].dtype,), device=a_stacks[0].device, shape=(work.num_tokens, lora.hidden_size))
+    hidden = torch.empty((tiles.parts, len(a_stacks), work.num_pairs, lora.block_r), dtype=torch.float32, device=x.device)
+    if work.num_pairs:
+        shrink_kernel[(_programs(work, tiles.block_m) * tiles.parts,)](
+            x,
+            a_stacks[0],
+            a_stacks[-1],
+            hidden,
+            work.order,
+            work.tiles,
+            work.num_tiles,
+            work.num_pairs,
+            work.max_tiles,
+            *strides(a_stacks[0]),
+            TOP_K=work.top_k,
+            NUM_EXPERTS=work.num_experts,
+            NO_ADAPTER=work.num_adapters * work.num_experts,
+            K=lora.hidden_size,
+            R=lora.rank,
+            BLOCK_R=lora.block_r,
+            SLICES=len(a_stacks),
+            SPLITS=tiles.parts,
+            LIST_BLOCK=work.block_m,
+            BLOCK_M=tiles.block_m,
+            BLOCK_K=tiles.block_n,
+            STAGES=tiles.num_stages,
+            num_warps=tiles.num_warps,
+        )
+    return hidden
+
+
+def expand_activate(
+    gate_up: torch.Tensor,
+    hidden: torch.Tensor,
+    lora: ExpertLora,
+    work: WorkList,
+    plan: PrefillPlan,
+    topk_weights: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(activation(gate_up + LoRA), [num_pairs, I]; the w2 shrink of it). Rows whose expert lives elsewhere stay unwritten.
+
+    The w2 shrink is [parts, num_pairs, R] float32 partials in the list's order, or where plan.dense [num_tokens, E * R] in
+    the adapters' dtype, the routing weight in it.
+
+    gate_up: [num_pairs, 2 I], the base's output with its bias. hidden: what `shrink` gave. topk_weights: [num_tokens,
+    top_k] float32. out_dtype: gate_up's where None.
+    """
+    _check_work(lora, work, plan)
+    tiles, size = plan.activate, lora.intermediate_size
+    check_tensor("gate_up", gate_up, dtypes=DTYPES, device=lora.down_a.device, shape=(work.num_pairs, 2 * size))
+    check_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), device=gate_up.device, shape=(work.num_tokens, work.top_k))
+    expected = (plan.shrink.parts, len(lora.gate_up_a), work.num_pairs, lora.block_r)
+    check_tensor("hidden", hidden, dtypes=(torch.float32,), device=gate_up.device, shape=expected)
+    check("plan.activate.parts", "1 where plan.dense", tiles.parts, holds=not plan.dense or tiles.parts == 1)
+    out = torch.empty((work.num_pairs, size), dtype=out_dtype or gate_up.dtype, device=gate_up.device)
+    if plan.dense:
+        # Experts a token did not choose must read as zero.
+        down = torch.zeros((work.num_tokens, work.num_experts * lora.block_r), dtype=lora.down_a.dtype, device=gate_up.device)
+    else:
+        down = torch.empty((tiles.parts, work.num_pairs, lora.block_r), dtype=torch.float32, device=gate_up.device)
+    if work.num_pairs:
+        expand_activate_kernel[(_programs(work, tiles.block_m) * tiles.parts,)](
+            gate_up,
+            hidden,
+            lora.gate_up_b[0],
+            lora.gate_up_b[-1],
+            lora.down_a,
+            out,
+            down,
+            topk_weights,
+            work.order,
+            work.tiles,
+            work.num_tiles,
+            work.num_pairs,
+            work.max_tiles,
+            *strides(lora.gate_up_b[0]),
+            *strides(lora.down_a),
+            TOP_K=work.top_k,
+            NUM_EXPERTS=work.num_experts,
+            NO_ADAPTER=work.num_adapters * work.num_experts,
+            N=size,
+            R=lora.rank,
+            BLOCK_R=lora.block_r,
+            SPLITS=plan.shrink.parts,
+            PARTS=tiles.parts,
+            GPT_OSS=lora.activation is Activation.GPT_OSS,
+            DENSE=plan.dense,
+            LIST_BLOCK=work.block_m,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            STAGES=tiles.num_stages,
+            num_warps=tiles.num_warps,
+        )
+    return out, down
+
+
+def combine(
+    down: torch.Tensor,
+    hidden: torch.Tensor,
+    lora: ExpertLora,
+    work: WorkList,
+    plan: PrefillPlan,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    tokens_by_adapter: WorkList | None = None,
+    all_experts_local: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The sum over choices of down + weight * LoRA: [num_tokens, H]. `down` may be changed (the form that is not dense).
+
+    down: [num_pairs, H], the base's rows with bias and routing weight. hidden: what `expand_activate` gave. topk_ids: as
+    given to the list. all_experts_local: no id in it is negative. tokens_by_adapter: `group_tokens` of the batch, needed
+    where plan.dense, the same for all layers.
+    """
+    _check_work(lora, work, plan)
+    check_tensor("down", down, dtypes=DTYPES, device=lora.down_b.device, shape=(work.num_pairs, lora.hidden_size))
+    check_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), device=down.device, shape=(work.num_tokens, work.top_k))
+    check_tensor("topk_ids", topk_ids, dtypes=(torch.int32, torch.int64), device=down.device, shape=(work.num_tokens, work.top_k))
+    if plan.dense:
+        shape, dtype = (work.num_tokens, work.num_experts * lora.block_r), lora.down_a.dtype
+    else:
+        shape, dtype = (plan.activate.parts, work.num_pairs, lora.block_r), torch.float32
+    check_tensor("hidden", hidden, dtypes=(dtype,), device=down.device, shape=shape)
+    out = torch.empty((work.num_tokens, lora.hidden_size), dtype=out_dtype or down.dtype, device=down.device)
+    if not work.num_pairs:
+        return out
+    if plan.dense:
+        _combine_dense(down, hidden, lora, work, topk_ids, tokens_by_adapter, all_experts_local, out)
+    else:
+        _add_down(down, hidden, lora, work, plan, topk_weights)
+        _sum_choices(down, topk_ids, work, all_experts_local, out)
+    return out
+
+
+def group_tokens(token_adapters: torch.Tensor, *, num_adapters: int, adapter_enabled: torch.Tensor | None = None) -> WorkList:
+    """Tokens by adapter, for the dense form: depends on the batch alone, so one serves all layers of a forward pass."""
+    no_choice = torch.zeros((token_adapters.shape[0], 1), dtype=torch.int32, device=token_adapters.device)
+    return build_work_list(
+        no_choice, token_adapters, num_adapters=num_adapters, num_experts=1, block_m=DENSE_TILES.block_m, adapter_enabled=adapter_enabled
+    )
+
+
+def _combine_dense(
+    down: torch.Tensor,
+    hidden: torch.Tensor,
+    lora: ExpertLora,
+    work: WorkList,
+    topk_ids: torch.Tensor,
+    tokens: WorkList | None,
+    all_experts_local: bool,
+    out: torch.Tensor,
+) -> None:
+    given = tokens and (tokens.num_tokens, tokens.top_k, tokens.num_adapters, tokens.num_experts)
+    expected = (work.num_tokens, 1, work.num_adapters, 1)
+    if tokens is None or given != expected:
+        raise ValueError(f"tokens_by_adapter: expected (num_tokens, top_k, num_adapters, num_experts) {expected}, given {given}")
+    tiles = DENSE_TILES
+    combine_dense_kernel[(_programs(tokens, tiles.block_m) * triton.cdiv(lora.hidden_size, tiles.block_n),)](
+        down,
+        hidden,
+        lora.down_b,
+        topk_ids,
+        out,
+        tokens.order,
+        tokens.tiles,
+        tokens.num_tiles,
+        tokens.max_tiles,
+        *strides(lora.down_b),
+        NUM_EXPERTS=work.num_experts,
+        NO_ADAPTER=work.num_adapters,
+        ALL_LOCAL=all_experts_local,
+        TOP_K=work.top_k,
+        N=lora.hidden_size,
+        R=lora.rank,
+        BLOCK_R=lora.block_r,
+        LIST_BLOCK=tokens.block_m,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=DENSE_BLOCK_K,
+        STAGES=tiles.num_stages,
+        SUM_FIRST=DENSE_SUM_FIRST,
+        num_warps=tiles.num_warps,
+        maxnreg=DENSE_MAX_REGISTERS,
+    )
+
+
+def _add_down(
+    down: torch.Tensor, hidden: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan, topk_weights: torch.Tensor
+) -> None:
+    tiles = plan.add_down
+    add_down_kernel[(_programs(work, tiles.block_m) * tiles.parts,)](
+        down,
+        hidden,
+        lora.down_b,
+        topk_weights,
+        work.order,
+        work.tiles,
+        work.num_tiles,
+        work.num_pairs,
+        work.max_tiles,
+        *strides(lora.down_b),
+        NUM_EXPERTS=work.num_experts,
+        NO_ADAPTER=work.num_adapters * work.num_experts,
+        N=lora.hidden_size,
+        R=lora.rank,
+        BLOCK_R=lora.block_r,
+        SPLITS=plan.activate.parts,
+        PARTS=tiles.parts,
+        LIST_BLOCK=work.block_m,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+    )
+
+
+def _sum_choices(down: torch.Tensor, topk_ids: torch.Tensor, work: WorkList, all_experts_local: bool, out: torch.Tensor) -> None:
+    size, block_t, block_n = down.shape[1], 4, 512
+    sum_choices_kernel[(triton.cdiv(work.num_tokens, block_t) * triton.cdiv(size, block_n),)](
+        down,
+        topk_ids,
+        out,
+        work.num_tokens,
+        NUM_EXPERTS=work.num_experts,
+        ALL_LOCAL=all_experts_local,
+        TOP_K=work.top_k,
+        N=size,
+        BLOCK_T=block_t,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
+
+
+def _programs(work: WorkList, block_m: int) -> int:
+    return work.max_tiles * (work.block_m // block_m)
+
+
+def _check_work(lora: ExpertLora, work: WorkList, plan: PrefillPlan) -> None:
+    given = (work.num_adapters, work.num_experts, work.block_m)
+    expected = (lora.num_adapters, lora.num_experts, plan.block_m)
+    check("work", f"(num_adapters, num_experts, block_m) {expected}", given, holds=given == expected)

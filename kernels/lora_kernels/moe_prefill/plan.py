@@ -1,0 +1,88 @@
+"""Tile sizes and forms by shape: what ran fastest on an H200 (bf16, rank 32), from host-known numbers alone.
+
+Everything here becomes part of a compiled kernel's key, so values come from small sets: a batch of another length must
+not mean another compilation.
+"""
+
+from dataclasses import dataclass
+
+PROGRAMS_WANTED = 264
+"""Two programs for each of an H200's 132 multiprocessors."""
+
+DENSE_FLOPS_PER_S = 450e12
+COPY_BYTES_PER_S = 4.3e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """One kernel's launch. block_n: columns, or for the shrink elements of K. parts: programs that share one tile."""
+
+    block_m: int
+    block_n: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPlan:
+    """block_m: rows of a work list's tile. dense: w2 expand and sum as one GEMM over all experts of an adapter."""
+
+    block_m: int
+    shrink: Tiles
+    activate: Tiles
+    add_down: Tiles
+    dense: bool
+
+
+def plan_prefill(
+    *, num_tokens: int, top_k: int, num_adapters: int, num_experts: int, hidden_size: int, intermediate_size: int, rank: int
+) -> PrefillPlan:
+    """Tiles of about a cell's rows; parts until the device has enough programs."""
+    num_pairs = num_tokens * top_k
+    cells = max(1, min(num_pairs, num_adapters * num_experts))
+    rows_per_cell = num_pairs / cells
+    block_m = 128 if rows_per_cell >= 96 else 64 if rows_per_cell >= 24 else 32 if rows_per_cell >= 12 else 16
+    narrow_m = min(block_m, 64)
+    block_n = 64 if rank <= 64 else 32
+    num_tiles = num_pairs // block_m + cells
+    num_narrow_tiles = num_pairs // narrow_m + cells
+    dense = num_pairs >= 16384 and _dense_pays(num_tokens, top_k, num_experts, hidden_size, rank)
+    return PrefillPlan(
+        block_m=block_m,
+        shrink=Tiles(
+            block_m=block_m if rank <= 64 else narrow_m,
+            block_n=64,
+            parts=_parts(num_tiles, hidden_size, 64, most=6),
+            num_warps=4,
+            num_stages=4 if rank <= 64 else 3,
+        ),
+        activate=Tiles(
+            block_m=narrow_m,
+            block_n=block_n,
+            parts=1 if dense else _parts(num_narrow_tiles // 2, intermediate_size, block_n, most=5),
+            num_warps=4,
+            num_stages=3 if rank <= 64 else 2,
+        ),
+        add_down=Tiles(
+            block_m=narrow_m,
+            block_n=block_n,
+            parts=_parts(num_narrow_tiles // 4, hidden_size, block_n, most=5),
+            num_warps=4,
+            num_stages=3,
+        ),
+        dense=dense,
+    )
+
+
+def _parts(num_tiles: int, size: int, block: int, *, most: int) -> int:
+    steps = -(-size // block)
+    fitting = [parts for parts in range(1, most + 1) if steps % parts == 0]
+    return next((parts for parts in fitting if parts * num_tiles >= PROGRAMS_WANTED), fitting[-1])
+
+
+def _dense_pays(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, rank: int) -> bool:
+    """Whether the surplus arithmetic costs less than reading and writing the base's rows once more (16-bit)."""
+    arithmetic_s = 2 * num_tokens * num_experts * rank * hidden_size / DENSE_FLOPS_PER_S
+    traffic_s = 2 * num_tokens * top_k * hidden_size * 2 / COPY_BYTES_PER_S
+    return 2 * arithmetic_s < 3 * traffic_s

@@ -1,0 +1,258 @@
+"""The prefill kernels against plain torch in float64, and what must hold bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lora_kernels.moe_prefill import Activation, expand_activate, shrink
+from lora_kernels.work_list import WorkList
+from prefill_cases import BOUNDS, DEVICE, DTYPES, FLOAT32_OUTPUT_BOUNDS, Case, error, expected, list_of, make_case, plan_of, run
+
+BOTH = pytest.mark.parametrize("activation", list(Activation))
+FORMS = pytest.mark.parametrize("dense", [False, True], ids=["added", "dense"])
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel leaves unwritten reads as NaN."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **options: object) -> torch.Tensor:
+        new = empty(*args, **options)
+        return new.fill_(float("nan")) if new.is_floating_point() else new.fill_(-(1 << 30))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def assert_close(case: Case, *, dense: bool, out_dtype: torch.dtype | None = None) -> None:
+    bound = (FLOAT32_OUTPUT_BOUNDS if out_dtype else BOUNDS)[case.x.dtype]
+    local = (case.topk_ids.reshape(-1) >= 0)[:, None]
+    acts, out = run(case, plan_of(case, dense=dense), out_dtype=out_dtype)
+    ref_acts, ref_out = expected(case)
+    assert error(torch.where(local, acts, 0.0), ref_acts) < bound
+    assert error(out, ref_out) < bound
+
+
+@BOTH
+@FORMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activation_and_sum_match_the_reference(activation: Activation, dense: bool, dtype: torch.dtype) -> None:
+    assert_close(make_case(activation, dtype), dense=dense)
+
+
+@BOTH
+@FORMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_with_float32_outputs_only_the_inputs_rounding_is_left(activation: Activation, dense: bool, dtype: torch.dtype) -> None:
+    assert_close(make_case(activation, dtype), dense=dense, out_dtype=torch.float32)
+
+
+@BOTH
+@FORMS
+@pytest.mark.parametrize("rank", [1, 8, 24, 64, 128])
+def test_every_rank_matches_the_reference(activation: Activation, dense: bool, rank: int) -> None:
+    assert_close(make_case(activation, DTYPES[0], rank=rank), dense=dense)
+
+
+@BOTH
+@FORMS
+@pytest.mark.parametrize(("num_experts", "top_k"), [(12, 1), (12, 12), (40, 8), (60, 4)])
+def test_numbers_of_experts_and_choices_that_are_no_powers_of_two(
+    activation: Activation, dense: bool, num_experts: int, top_k: int
+) -> None:
+    assert_close(make_case(activation, DTYPES[0], num_experts=num_experts, top_k=top_k, num_tokens=17), dense=dense)
+
+
+@BOTH
+@FORMS
+@pytest.mark.parametrize("num_tokens", [1, 7, 17, 131])
+def test_lengths_that_fill_no_tile(activation: Activation, dense: bool, num_tokens: int) -> None:
+    assert_close(make_case(activation, DTYPES[0], num_tokens=num_tokens), dense=dense)
+
+
+@FORMS
+@pytest.mark.skipif(DEVICE == "cpu", reason="too slow without a GPU")
+def test_widths_of_gpt_oss_and_a_full_batch(dense: bool) -> None:
+    case = make_case(
+        Activation.GPT_OSS,
+        DTYPES[0],
+        num_tokens=8192,
+        top_k=4,
+        num_adapters=8,
+        num_experts=32,
+        hidden_size=2880,
+        intermediate_size=2880,
+        rank=32,
+    )
+    assert_close(case, dense=dense)
+
+
+@BOTH
+def test_wide_layers_are_split_and_the_parts_summed(activation: Activation) -> None:
+    case = make_case(activation, DTYPES[-1], num_tokens=9, hidden_size=360, intermediate_size=360, num_experts=2, top_k=1)
+    plan = plan_of(case)
+    assert plan.shrink.parts > 1
+    assert plan.activate.parts > 1
+    assert_close(case, dense=False)
+
+
+@BOTH
+@FORMS
+def test_experts_of_other_ranks_are_neither_read_nor_summed(activation: Activation, dense: bool) -> None:
+    case = make_case(activation, DTYPES[0], num_experts=6, top_k=3)
+    ids = torch.where(case.topk_ids % 2 == 1, -1, case.topk_ids)
+    elsewhere = (ids.reshape(-1) < 0)[:, None]
+    assert_close(replace(case, topk_ids=ids), dense=dense)
+    hidden_rows = replace(
+        case, topk_ids=ids, gate_up=torch.where(elsewhere, torch.nan, case.gate_up), down=torch.where(elsewhere, torch.nan, case.down)
+    )
+    _, out = run(hidden_rows, plan_of(case, dense=dense))
+    _, kept = run(replace(case, topk_ids=ids), plan_of(case, dense=dense))
+    assert torch.equal(out, kept)
+
+
+@BOTH
+@FORMS
+def test_a_batch_without_adapters_gets_the_plain_activation_and_sum(activation: Activation, dense: bool) -> None:
+    case = make_case(activation, DTYPES[0], base_share=1.0)
+    assert_close(case, dense=dense)
+
+
+@BOTH
+@FORMS
+def test_rows_without_adapter_keep_their_bits_beside_adapters_and_nan_in_idle_slots(activation: Activation, dense: bool) -> None:
+    case = make_case(activation, DTYPES[0], num_adapters=3)
+    case.gate_up[::5] = -0.0
+    adapters = torch.where(case.token_adapters == 1, -1, case.token_adapters)
+    mixed = replace(case, token_adapters=adapters)
+    for stack in (*case.lora.gate_up_a, *case.lora.gate_up_b, case.lora.down_a, case.lora.down_b):
+        stack[1] = torch.nan
+    plain = replace(case, token_adapters=torch.full_like(adapters, -1))
+    acts, out = run(mixed, plan_of(case, dense=dense))
+    plain_acts, plain_out = run(plain, plan_of(case, dense=dense))
+    base = ~mixed.adapted_pairs
+    bits = torch.int16 if acts.element_size() == 2 else torch.int32
+    assert torch.equal(acts[base].view(bits), plain_acts[base].view(bits))
+    assert torch.equal(out[adapters < 0].view(bits), plain_out[adapters < 0].view(bits))
+    assert bool(acts.isfinite().all())
+    assert bool(out.isfinite().all())
+
+
+@BOTH
+@FORMS
+def test_a_disabled_adapter_leaves_its_rows_as_the_base_made_them(activation: Activation, dense: bool) -> None:
+    case = make_case(activation, DTYPES[0])
+    enabled = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
+    disabled = replace(case, enabled=enabled)
+    assert_close(disabled, dense=dense)
+    without = replace(case, token_adapters=torch.where(case.token_adapters == 1, -1, case.token_adapters))
+    for off, gone in zip(run(disabled, plan_of(case, dense=dense)), run(without, plan_of(case, dense=dense)), strict=True):
+        assert torch.equal(off, gone)
+
+
+@BOTH
+@FORMS
+def test_factors_shared_by_all_experts(activation: Activation, dense: bool) -> None:
+    assert_close(make_case(activation, DTYPES[0], shared_outer=True), dense=dense)
+
+
+@BOTH
+@pytest.mark.parametrize("adapted", ["gate_up", "down"])
+def test_an_adapter_of_one_projection_only(activation: Activation, adapted: str) -> None:
+    case = make_case(activation, DTYPES[0])
+    stacks = [case.lora.down_b] if adapted == "gate_up" else case.lora.gate_up_b
+    for stack in stacks:
+        stack.zero_()
+    assert_close(case, dense=False)
+
+
+@BOTH
+@FORMS
+def test_a_lower_rank_padded_with_zeros(activation: Activation, dense: bool) -> None:
+    case = make_case(activation, DTYPES[0], rank=64)
+    for stack in (*case.lora.gate_up_a, case.lora.down_a):
+        stack[0, :, 8:] = 0
+    for stack in (*case.lora.gate_up_b, case.lora.down_b):
+        stack[0, :, :, 8:] = 0
+    assert_close(case, dense=dense)
+
+
+@BOTH
+def test_no_tokens_give_empty_results(activation: Activation) -> None:
+    case = make_case(activation, DTYPES[0], num_tokens=1)
+    case = replace(
+        case,
+        x=case.x[:0],
+        gate_up=case.gate_up[:0],
+        down=case.down[:0],
+        topk_ids=case.topk_ids[:0],
+        topk_weights=case.topk_weights[:0],
+        token_adapters=case.token_adapters[:0],
+    )
+    acts, out = run(case, plan_of(case))
+    assert acts.shape == (0, case.lora.intermediate_size)
+    assert out.shape == (0, case.lora.hidden_size)
+
+
+def shuffled_within_cells(work: WorkList) -> WorkList:
+    """The same tiles with other rows in each place: a cell's pairs in a random order."""
+    order = work.order.clone()
+    cells, starts, rows = work.tiles[:, : int(work.num_tiles)].tolist()
+    for cell in set(cells):
+        mine = [i for i, other in enumerate(cells) if other == cell]
+        first, last = starts[mine[0]], starts[mine[-1]] + rows[mine[-1]]
+        order[first:last] = order[first:last][torch.randperm(last - first, device=order.device)]
+    return replace(work, order=order)
+
+
+@BOTH
+@FORMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_keeps_its_bits_wherever_it_stands_in_its_cell(activation: Activation, dense: bool, dtype: torch.dtype) -> None:
+    case = make_case(activation, dtype, num_tokens=60 if DEVICE == "cpu" else 3000)
+    plan = plan_of(case, dense=dense)
+    work = list_of(case, plan)
+    first = run(case, plan, work=work)
+    for _ in range(3):
+        for there, here in zip(run(case, plan, work=shuffled_within_cells(work)), first, strict=True):
+            assert torch.equal(there, here)
+
+
+def wrong_arguments(case: Case) -> dict[str, dict[str, torch.Tensor]]:
+    odd = torch.float64
+    return {
+        "x": {"x": case.x.to(odd)},
+        "gate_up": {"gate_up": case.gate_up[:, ::2]},
+        "topk_weights": {"topk_weights": case.topk_weights.to(odd)},
+        "hidden": {"hidden": torch.zeros(1, device=DEVICE)},
+    }
+
+
+@pytest.mark.parametrize("name", ["x", "gate_up", "topk_weights", "hidden"])
+def test_bad_arguments_are_named(name: str) -> None:
+    case = make_case(Activation.SWIGLU, DTYPES[0])
+    plan = plan_of(case)
+    work = list_of(case, plan)
+    given = {"x": case.x, "gate_up": case.gate_up, "topk_weights": case.topk_weights}
+    given["hidden"] = shrink(case.x, case.lora, work, plan)
+    given |= wrong_arguments(case)[name]
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, given "):
+        shrink(given["x"], case.lora, work, plan)
+        expand_activate(given["gate_up"], given["hidden"], case.lora, work, plan, given["topk_weights"])
+
+
+@pytest.mark.parametrize("name", ["gate_up_a", "gate_up_b", "down_a", "down_b"])
+def test_stacks_of_another_shape_are_named(name: str) -> None:
+    lora = make_case(Activation.GPT_OSS, DTYPES[0]).lora
+    stack = getattr(lora, name)
+    stack = stack if isinstance(stack, torch.Tensor) else stack[0]
+    for wrong in (stack[:, :2], stack.transpose(2, 3), stack.to(torch.float64)):
+        with pytest.raises(ValueError, match=r"^(gate_up_a|gate_up_b|down_a|down_b).*expected .*, given "):
+            replace(lora, **{name: wrong if name.startswith("down") else [wrong]})
+
+
+def test_a_list_of_other_tiles_is_refused() -> None:
+    case = make_case(Activation.SWIGLU, DTYPES[0])
+    plan = plan_of(case)
+    with pytest.raises(ValueError, match=r"^work: expected .*, given "):
+        shrink(case.x, case.lora, list_of(case, replace(plan, block_m=128)), plan)
