@@ -16,7 +16,7 @@ from shared.errors import BodyTooLarge, EndpointNotSupported, FieldNotAllowed, I
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 1024  # times n
 MAX_STOPS = 128  # each is looked for in every token's text, in the loop that all streams share
 
 _COMMON = frozenset({"model", "user", "metadata", "temperature", "top_p", "top_k", "stream"})
@@ -234,11 +234,13 @@ def _check_bounds(path: str, fields: dict[str, Any]) -> None:
     prompt = fields.get("prompt")
     if isinstance(prompt, list):
         prompts = cast("list[Any]", prompt)
-        if len(prompts) > MAX_PROMPTS and isinstance(prompts[0], str | list):
+        samples = fields.get("n")
+        asked = len(prompts) * (samples if isinstance(samples, int) else 1)
+        if asked > MAX_PROMPTS and isinstance(prompts[0], str | list):
             raise InvalidRequest(
-                f"{len(prompts)} prompts in one request; up to {MAX_PROMPTS} are allowed",
+                f"{asked} answers (prompts times n) in one request; up to {MAX_PROMPTS} are allowed",
                 field="prompt",
-                asked=len(prompts),
+                asked=asked,
                 allowed=MAX_PROMPTS,
             )
     for name in ("stop", "stop_sequences", "bad_words"):

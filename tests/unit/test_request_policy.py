@@ -193,6 +193,7 @@ def test_template_arguments_that_are_not_the_templates_are_refused(name: str) ->
         (CHAT, {"prompt_logprobs": -1}),
         ("/v1/completions", {"logprobs": -1}),
         ("/v1/completions", {"prompt": ["x"] * 1025}),
+        ("/v1/completions", {"prompt": ["x"] * 20, "n": 100}),
         (CHAT, {"chat_template_kwargs": "x"}),
         (CHAT, {"stop": ["x"] * 129}),
         (CHAT, {"bad_words": ["x"] * 129}),
