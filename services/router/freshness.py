@@ -103,6 +103,9 @@ class Freshness:
         except (BusUnavailable, TimeoutError):
             self._suspect(Doubt.UNREADABLE)
             return
+        if entry is not None and entry.revision < self._revision:
+            log.error("routes.bucket_replaced", revision=entry.revision, known_revision=self._revision)
+            self._revision = 0  # whatever the new bucket's watch shows counts
         if entry is None or entry.revision <= self._revision:
             if self.doubt is not Doubt.REGISTRY_DOWN:
                 self._rebuild()  # once: what was written between the last heartbeat and the registry's end

@@ -227,7 +227,7 @@ class Mirror:
             finally:
                 if _cancelled():  # nats-py's wait_for may have swallowed it (Python 3.11)
                     raise asyncio.CancelledError
-            await self._apply(change.key, change.entry)
+            await self._apply(change.key, change.entry, in_snapshot=not complete)
             if complete:
                 continue
             if change.entry is not None:
@@ -242,14 +242,15 @@ class Mirror:
             await self._apply(key, None)
         self.synced.set()
 
-    async def _apply(self, key: str, entry: Entry | None) -> None:
+    async def _apply(self, key: str, entry: Entry | None, *, in_snapshot: bool = False) -> None:
+        """A snapshot is believed even where revisions have gone back: the bucket was restored from a backup, or made anew."""
         known = self.entries.get(key)
         if entry is None:
             if known is None:
                 return
             del self.entries[key]
         else:
-            if known is not None and known.revision >= entry.revision:
+            if known == entry or (known is not None and known.revision >= entry.revision and not in_snapshot):
                 return
             self.entries[key] = entry
         result = self._on_change(key, entry)

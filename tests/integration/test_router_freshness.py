@@ -8,11 +8,11 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from services.router.freshness import Doubt
-from shared.bus import Bus, BusSettings, connect
+from shared.bus import Bus, BusSettings, connect, open_bucket
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import state
 from shared.contracts.state import STATE_BUCKET
-from tests.router_fakes import ADMIN_KEY, SALES_KEY, Cluster, cluster, until
+from tests.router_fakes import ADMIN_KEY, CS_KEY, SALES_KEY, Cluster, cluster, mount, pool_entry, until
 
 REVOKED = state.ApiKey(key_id="k1", label="", tenants=("sales",), revoked=True)
 
@@ -78,6 +78,31 @@ async def test_with_the_registry_down_the_data_plane_serves_on(nats_server: Embe
         assert "tenantry_registry_down 1.0" in (await running.client.get("/metrics", headers={"authorization": f"Bearer {ADMIN_KEY}"})).text
         running.registry.beating = True
         await until(lambda: freshness.doubt is Doubt.NONE)
+
+
+async def test_a_bucket_restored_from_a_backup_is_believed_over_what_was_known(nats_server: EmbeddedNats, other_bus: Bus) -> None:
+    async with cluster(nats_server) as running:
+        assert (await running.ask("tone")).status_code == 200
+        table = running.router.table
+        for beat in range(1000):  # revisions far above those of the new bucket
+            await running.registry.bucket.put(state.HEARTBEAT_KEY, str(beat).encode())
+        await running.worker.hold("ad_cs_help_2")
+        running.registry.beating = False
+        await other_bus.js.delete_key_value(STATE_BUCKET)
+        restored = running.registry.bucket = await open_bucket(other_bus, STATE_BUCKET, create=True)
+        for tenant in list(table.tenants.values()):
+            await running.registry.put_tenant(tenant)
+        await running.registry.put_pool(pool_entry(mount("help", "cs", version=2)))
+        await running.registry.put_key(CS_KEY, state.ApiKey(key_id="k2", label="", tenants=("cs",)))
+        running.registry.beating = True
+
+        async def believed() -> bool:
+            helped = await running.ask("help", key=CS_KEY)
+            return (await running.ask("tone")).status_code == 401 and helped.headers.get("x-tenantry-adapter") == "help@2"
+
+        await until(believed)
+        assert await restored.get(state.HEARTBEAT_KEY) is not None
+        await until(lambda: running.router.freshness is not None and running.router.freshness.doubt is Doubt.NONE)
 
 
 async def test_a_frozen_bus_makes_the_router_unready(nats_server: EmbeddedNats) -> None:
