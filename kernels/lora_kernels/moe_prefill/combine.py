@@ -33,7 +33,7 @@ def add_down_kernel(
     STAGES: tl.constexpr,
 ):
     """One program per (tile, part of N): down += weight * hidden B^T on the rows of the tile's cell."""
-    STEPS: tl.constexpr = tl.cdiv(tl.cdiv(N, BLOCK_N), PARTS)
+    STEPS: tl.constexpr = (N + BLOCK_N * PARTS - 1) // (BLOCK_N * PARTS)
     EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
     part = tl.program_id(0) % PARTS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
@@ -76,7 +76,7 @@ def sum_choices_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """float32 sum in the order of the choices; a choice whose expert lives elsewhere is not read."""
-    PARTS: tl.constexpr = tl.cdiv(N, BLOCK_N)
+    PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(0) // PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = (token < num_tokens)[:, None] & (n < N)[None, :]

@@ -38,7 +38,7 @@ def combine_dense_kernel(
     SUM_FIRST: tl.constexpr,
 ):
     """One program per (tokens of one adapter, columns)."""
-    PARTS: tl.constexpr = tl.cdiv(N, BLOCK_N)
+    PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     adapter, start, rows = load_tile(token_tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
     if rows > 0:

@@ -44,7 +44,7 @@ def expand_activate_kernel(
 ):
     """One program per (tile, part of N). A tile without an adapter gets the plain activation, bit for bit."""
     SLICES: tl.constexpr = 1 if GPT_OSS else 2
-    STEPS: tl.constexpr = tl.cdiv(tl.cdiv(N, BLOCK_N), PARTS)
+    STEPS: tl.constexpr = (N + BLOCK_N * PARTS - 1) // (BLOCK_N * PARTS)
     EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
     # Gate and up of one column fill one 32-bit word where the type has 16 bits.
     PACKED: tl.constexpr = GPT_OSS and gate_up.dtype.element_ty.primitive_bitwidth == 16

@@ -18,7 +18,7 @@ from lora_kernels.work_list import WorkList, build_work_list
 
 DENSE_TILES = Tiles(block_m=128, block_n=128, parts=1, num_warps=8, num_stages=3)
 DENSE_BLOCK_K = 64
-DENSE_SUM_FIRST = False
+DENSE_SUM_FIRST = True
 DENSE_MAX_REGISTERS = 128
 
 
