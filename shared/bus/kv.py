@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
@@ -110,10 +111,15 @@ class Bucket:
 
     @contextlib.asynccontextmanager
     async def watch(self, keys: str, *, values: bool = True, linger_s: float = 30.0) -> AsyncGenerator["Watch"]:
-        """For this package. nats-py's own watch may call a bucket empty whose first values are still on their way."""
+        """For this package. nats-py's own watch may call a bucket empty whose first values are still on their way.
+
+        A watch on some keys has a name, so that its filter stands in the subject that makes it and permissions can bound it.
+        """
+        config = api.ConsumerConfig(name=None if keys == ">" else f"watch_{secrets.token_hex(12)}")
         subscription = await self._bus.js.subscribe(
             f"$KV.{self.name}.{keys}",
             stream=f"KV_{self.name}",
+            config=config,
             ordered_consumer=True,
             deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
             headers_only=not values,
@@ -162,7 +168,7 @@ async def open_bucket(bus: Bus, name: str, *, create: bool = False, history: int
     """
     try:
         if create:
-            config = api.KeyValueConfig(bucket=name, history=history, storage=api.StorageType.FILE)
+            config = api.KeyValueConfig(bucket=name, history=history, storage=api.StorageType.FILE, direct=True)
             inner = await bus.js.create_key_value(config)
         else:
             inner = await bus.js.key_value(name)

@@ -43,6 +43,18 @@ def _read_bucket(bucket: str) -> tuple[str, ...]:
     )
 
 
+def _read_keys(bucket: str, keys: str) -> tuple[str, ...]:
+    """Get and watch these keys alone: the key, or the watch's filter, stands in the subject that asks for it."""
+    stream, subject = f"KV_{bucket}", f"$KV.{bucket}.{keys}"
+    return (
+        f"$JS.API.STREAM.INFO.{stream}",
+        f"$JS.API.DIRECT.GET.{stream}.{subject}",
+        f"$JS.API.CONSUMER.CREATE.{stream}.*.{subject}",
+        f"$JS.API.CONSUMER.INFO.{stream}.>",
+        f"$JS.FC.{stream}.>",
+    )
+
+
 def _read_objects(bucket: str) -> tuple[str, ...]:
     stream = f"OBJ_{bucket}"
     return (
@@ -90,7 +102,7 @@ WORKER = Permissions(
         workers.HELLO_SUBJECT,
         f"{ROOT}.usage.worker.>",
         *(subject.replace("*", ">") for subject in adapters.ACKS_SUBJECTS),
-        *_read_bucket(state.STATE_BUCKET),
+        *_read_keys(state.STATE_BUCKET, state.POOL_PREFIX + "*"),  # not tenants, not keys' hashes
         *_read_objects(adapters.ARTIFACTS_BUCKET),
         f"$JS.API.STREAM.INFO.{adapters.COMMANDS_STREAM}",
         f"$JS.API.CONSUMER.CREATE.{adapters.COMMANDS_STREAM}.>",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import bcrypt
 import nats
+import nats.errors
 import pytest
 from nats.aio.client import Client
 
@@ -18,6 +19,7 @@ from shared.bus import (
     Bucket,
     Bus,
     BusSettings,
+    BusUnavailable,
     Consumer,
     Message,
     Mirror,
@@ -105,9 +107,9 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     await server.stop()
 
 
-async def mirrored(bus: Bus, bucket: Bucket, key: str, write: Callable[[], Awaitable[object]]) -> None:
+async def mirrored(bus: Bus, bucket: Bucket, key: str, write: Callable[[], Awaitable[object]], keys: str = ">") -> None:
     """A mirror of this bus sees what `write` puts under `key`."""
-    mirror = Mirror(bus, bucket, lambda _key, _entry: None)
+    mirror = Mirror(bus, bucket, lambda _key, _entry: None, keys)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(mirror.run())
         await asyncio.wait_for(mirror.synced.wait(), 5)
@@ -181,7 +183,7 @@ async def test_a_router_cannot_write_the_state_or_command_workers(rig: Rig) -> N
 async def test_a_worker_does_its_work_without_a_refusal(rig: Rig, tmp_path: Path) -> None:
     registry, router, worker = await rig.service("registry"), await rig.service("router"), await rig.service("worker")
     registry_state, worker_state = await open_bucket(registry, state.STATE_BUCKET), await open_bucket(worker, state.STATE_BUCKET)
-    await mirrored(worker, worker_state, "pool.main", lambda: registry_state.put("pool.main", b"1"))
+    await mirrored(worker, worker_state, "pool.main", lambda: registry_state.put("pool.main", b"1"), keys="pool.main")
     await answering(registry, workers.HELLO_SUBJECT)
     assert await worker.request(workers.HELLO_SUBJECT, b"hello", 2) == b"answer"
     artifact = tmp_path / "artifact"
@@ -207,6 +209,19 @@ async def test_a_worker_cannot_write_state_or_artifacts_or_manage(rig: Rig) -> N
     worker = await rig.service("worker")
     for subject in ("$KV.tenantry_state.pool.main", "$O.tenantry_artifacts.M.x", admin.ADMIN_SUBJECT, adapters.onboard_subject(SALES)):
         await refused(rig, worker._client, "worker", lambda subject=subject: worker.publish(subject, b"x"))
+
+
+async def test_a_worker_reads_pools_and_neither_tenants_nor_keys(rig: Rig) -> None:
+    registry, worker = await rig.service("registry"), await rig.service("worker")
+    await (await open_bucket(registry, state.STATE_BUCKET)).put("key.abc", b"a key's tenants")
+    bucket = await open_bucket(worker, state.STATE_BUCKET)
+    with pytest.raises(BusUnavailable):
+        await bucket.get("key.abc")
+    for keys in (">", "key.>", "tenant.*"):
+        with pytest.raises((nats.errors.TimeoutError, TimeoutError)):
+            async with bucket.watch(keys):
+                pass
+    assert len(rig.refusals["worker"]) == 4
 
 
 async def test_a_registry_does_its_work_without_a_refusal(rig: Rig, tmp_path: Path) -> None:
