@@ -320,9 +320,7 @@ class FakeRegistry:
         self.reports[report.worker_id] = report
 
     async def _on_usage(self, message: Message) -> None:
-        record = usage.decode(message.data)
-        if isinstance(record, usage.AttemptUsage):
-            self.usage.append(record)
+        self.usage += [record for record in usage.decode(message.data) if isinstance(record, usage.AttemptUsage)]
 
     async def _on_ack(self, message: Message) -> None:
         ack = adapters.decode_acknowledgement(message.data)

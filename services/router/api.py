@@ -8,7 +8,6 @@ import asyncio
 
 import msgspec
 import structlog
-from ulid import ULID
 
 from services.router.asgi import Headers, Receive, Scope, Send, answer_whole
 from services.router.deliver import deliver
@@ -18,6 +17,7 @@ from services.router.freshness import Freshness
 from services.router.metrics import Metrics
 from services.router.models import list_models, show_model
 from services.router.openai import BodyTooSlow, MethodNotAllowed, body_of, retry_after_of, status_of
+from services.router.request_ids import RequestIds
 from services.router.resolve import authenticate, resolve, secret_of
 from services.router.routes import RouteTable
 from services.router.server import HANG_UP, ON_GONE, WRITE_PIECE
@@ -80,10 +80,11 @@ class DataPlane:
         self._usage = usage
         self._metrics = metrics
         self._settings = settings
+        self._ids = RequestIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        exchange = Exchange(str(ULID()), scope["path"], loop.time())
+        exchange = Exchange(self._ids.next(), scope["path"], loop.time())
         scope[ON_GONE] = exchange.client_gone
         exchange.hang_up = scope.get(HANG_UP)
         exchange.write_piece = scope.get(WRITE_PIECE)

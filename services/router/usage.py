@@ -12,14 +12,14 @@ import structlog
 from services.router.dispatch import Dispatcher
 from services.router.metrics import Metrics
 from shared.bus import BusUnavailable, Message
-from shared.contracts.usage import RequestOutcome, encode, router_usage_subject
+from shared.contracts.usage import BATCH_LIMIT, RequestOutcome, encode, router_usage_subject
 
 log = structlog.get_logger()
 
-_KEPT = 20_000  # outcomes held for a stream that does not answer; beyond, the oldest is dropped and counted
+_KEPT = 20_000  # outcomes held for a stream that does not answer; beyond, the oldest are dropped and counted
 _AGAIN_S = 2.0
 _TICK_S = 0.2
-_AGAIN_PER_TICK = 256
+_AGAIN_PER_TICK = 16  # batches
 
 
 class _Stored(msgspec.Struct):
@@ -32,6 +32,12 @@ class _Stored(msgspec.Struct):
 _decode_stored = msgspec.json.Decoder(_Stored).decode
 
 
+class _Batch(msgspec.Struct):
+    data: bytes
+    outcomes: int
+    sent_s: float
+
+
 class Usage:
     """`add` is all that the request path calls."""
 
@@ -40,22 +46,31 @@ class Usage:
         self._metrics = metrics
         self._subject = router_usage_subject(dispatcher.router_id)
         self._new: list[RequestOutcome] = []
-        self._waiting: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # number -> outcome, when it was sent
+        self._waiting: OrderedDict[str, _Batch] = OrderedDict()  # by number
+        self._waiting_outcomes = 0
         self._number = 0
         dispatcher.on_side("usage", self._answered)
 
     @property
     def waiting(self) -> int:
-        return len(self._new) + len(self._waiting)
+        return len(self._new) + self._waiting_outcomes
 
     def add(self, outcome: RequestOutcome) -> None:
         self._new.append(outcome)
         if self.waiting > _KEPT:
-            self._metrics.usage_dropped += 1
             if self._waiting:
-                self._waiting.popitem(last=False)
+                self._metrics.usage_dropped += self._settle(next(iter(self._waiting)))
             else:
                 self._new.pop(0)
+                self._metrics.usage_dropped += 1
+
+    def _settle(self, number: str) -> int:
+        """The batch waits no more; how many outcomes it held."""
+        batch = self._waiting.pop(number, None)
+        if batch is None:
+            return 0
+        self._waiting_outcomes -= batch.outcomes
+        return batch.outcomes
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -78,24 +93,25 @@ class Usage:
             return
         now_s = asyncio.get_running_loop().time()
         new, self._new = self._new, []
-        for outcome in new:
+        for start in range(0, len(new), BATCH_LIMIT):
+            batch = new[start : start + BATCH_LIMIT]
             self._number += 1
-            self._waiting[str(self._number)] = (encode(outcome), -_AGAIN_S)  # due now
+            self._waiting[str(self._number)] = _Batch(encode(batch), len(batch), -_AGAIN_S)  # due now
+            self._waiting_outcomes += len(batch)
         again = 0
-        for number, (data, sent_s) in list(self._waiting.items()):
-            if now_s - sent_s < _AGAIN_S:
+        for number, batch in list(self._waiting.items()):
+            if now_s - batch.sent_s < _AGAIN_S:
                 continue
-            if sent_s > 0:
+            if batch.sent_s > 0:
                 again += 1
                 if again > _AGAIN_PER_TICK:
                     continue
             try:
-                await self._dispatcher.bus.publish(self._subject, data, self._dispatcher.side_subject("usage", number))
+                await self._dispatcher.bus.publish(self._subject, batch.data, self._dispatcher.side_subject("usage", number))
             except BusUnavailable as error:
                 log.warning("usage.not_sent", error=error.message)
                 return
-            if number in self._waiting:
-                self._waiting[number] = (data, now_s)
+            batch.sent_s = now_s
 
     def _answered(self, number: str, message: Message) -> None:
         if message.status == "503":
@@ -106,4 +122,4 @@ class Usage:
             log.warning("usage.answer_unreadable", error=str(error))
             return
         if stored.stream and stored.error is None:
-            self._waiting.pop(number, None)
+            self._settle(number)

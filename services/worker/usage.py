@@ -8,13 +8,14 @@ import structlog
 from services.worker.governor import Attempt, Governor
 from services.worker.identity import Identity
 from shared.bus import BusUnavailable
-from shared.contracts.usage import AttemptUsage, encode
+from shared.contracts.usage import BATCH_LIMIT, AttemptUsage, encode
 
 log = structlog.get_logger()
 
 Store = Callable[[bytes, str], Awaitable[None]]  # (encoded usage, message id); raises BusUnavailable
 
 _RETRY_S = 0.5
+_GATHER_S = 0.1  # what is noted meanwhile goes in one message
 
 
 class UsageMeter:
@@ -26,6 +27,7 @@ class UsageMeter:
 
     def __init__(self, governor: Governor, store: Store, *, me: Identity, limit: int = 16_384) -> None:
         self.lost = 0
+        self._batches = 0
         self._governor = governor
         self._me = me
         self._store = store
@@ -40,7 +42,7 @@ class UsageMeter:
         self._note(attempt, final=True, outcome=outcome)
         self._checkpoints.pop(attempt.key, None)
 
-    async def run(self, interval_s: float = 1.0, senders: int = 16) -> None:
+    async def run(self, interval_s: float = 1.0, senders: int = 4) -> None:
         """Takes checkpoints and sends until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(senders):
@@ -103,16 +105,19 @@ class UsageMeter:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            key = next(iter(self._unsent))
-            usage = self._unsent.pop(key)
+            batch = [self._unsent.pop(key) for key in list(self._unsent)[:BATCH_LIMIT]]
+            self._batches += 1
             self._sending += 1
             try:
-                await self._store(encode(usage), f"{usage.request_id}:{usage.attempt}:{usage.checkpoint}")
+                await self._store(encode(batch), f"{self._me.incarnation}:{self._batches}")
             except BusUnavailable as error:
                 log.warning("usage.not_stored", error=error.message)
-                newer = self._unsent.get(key)
-                if newer is None or newer.checkpoint < usage.checkpoint:
-                    self._unsent[key] = usage
+                for usage in batch:
+                    key = (usage.request_id, usage.attempt)
+                    newer = self._unsent.get(key)
+                    if newer is None or newer.checkpoint < usage.checkpoint:
+                        self._unsent[key] = usage
                 await asyncio.sleep(_RETRY_S)
             finally:
                 self._sending -= 1
+            await asyncio.sleep(_GATHER_S)

@@ -1,4 +1,7 @@
-"""The conversation about usage: cumulative checkpoints per attempt from workers, outcomes from routers; keys are (request_id, attempt)."""
+"""The conversation about usage: cumulative checkpoints per attempt from workers, outcomes from routers; keys are (request_id, attempt).
+
+One message carries a batch: a list of what was noted since the last one, so that a busy service pays for few acknowledgements.
+"""
 
 import msgspec
 
@@ -57,5 +60,7 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
 
 Usage = AttemptUsage | RequestOutcome
 
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Usage).decode
+BATCH_LIMIT = 256  # of one message: about 100 KB
+
+encode = msgspec.msgpack.Encoder().encode  # of a list of Usage
+decode = msgspec.msgpack.Decoder(list[Usage]).decode

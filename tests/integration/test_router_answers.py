@@ -166,7 +166,7 @@ async def test_every_request_leaves_an_outcome_in_the_usage_stream(running: Clus
         return bool(found)
 
     await until(stored)
-    outcome = decode(found[0])
+    outcome = decode(found[0])[0]
     assert outcome.request_id == response.headers["x-request-id"]
     assert (outcome.outcome, outcome.status, outcome.delivered_bytes) == ("complete", 200, len(response.content))
     assert msgspec.structs.asdict(outcome)["tenant_id"] == "t_sales"

@@ -24,9 +24,9 @@ class Stored:
     async def __call__(self, data: bytes, message_id: str) -> None:
         if self.cut:
             raise BusUnavailable("cut")
-        record = decode(data)
-        assert isinstance(record, AttemptUsage)
-        self.records.append(record)
+        for record in decode(data):
+            assert isinstance(record, AttemptUsage)
+            self.records.append(record)
         self.ids.append(message_id)
 
 
@@ -57,10 +57,20 @@ async def test_checkpoints_of_a_running_attempt_are_cumulative_and_the_final_one
         count = len(stored.records)
         assert await usage.flush(1.0)
         assert len(stored.records) == count
-    assert [record.checkpoint for record in stored.records] == list(range(1, count + 1))
+    checkpoints = [record.checkpoint for record in stored.records]
+    assert checkpoints == sorted(set(checkpoints))
     assert stored.records[0].outcome == "running"
     assert (stored.records[-1].completion_tokens, stored.records[-1].outcome) == (9, "complete")
-    assert stored.ids[0] == "q:1:1"
+    assert len(set(stored.ids)) == len(stored.ids)
+
+
+async def test_what_is_noted_together_travels_in_one_message() -> None:
+    async with meter(limit=1000) as (usage, _, stored):
+        for number in range(600):
+            usage.finish(attempt(f"q{number}"), "complete")
+        assert await usage.flush(5.0)
+    assert [record.request_id for record in stored.records] == [f"q{number}" for number in range(600)]
+    assert len(stored.ids) == 3
 
 
 async def test_what_could_not_be_stored_is_stored_later_and_only_its_newest_state() -> None:
