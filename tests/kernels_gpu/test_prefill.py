@@ -13,6 +13,13 @@ FORMS = pytest.mark.parametrize("dense", [False, True], ids=["added", "dense"])
 
 
 @pytest.fixture(autouse=True)
+def small_chunks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sort takes a second for 512 pairs; and so even a short list has several chunks."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr("lora_kernels.work_list.build.CHUNK", 64)
+
+
+@pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a kernel leaves unwritten reads as NaN."""
     empty = torch.empty

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from lora_kernels.moe_prefill.shrink import load_hidden
-from lora_kernels.work_list.kernel import load_tile
+from lora_kernels.work_list.kernel import load_tile, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
@@ -31,10 +31,12 @@ def add_down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per (tile, part of N): down += weight * hidden B^T on the rows of the tile's cell."""
     STEPS: tl.constexpr = (N + BLOCK_N * PARTS - 1) // (BLOCK_N * PARTS)
     EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
+    wait_for_inputs(OVERLAP)
     part = tl.program_id(0) % PARTS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
     if (rows > 0) & (cell < NO_ADAPTER):
@@ -74,9 +76,11 @@ def sum_choices_kernel(
     N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """float32 sum in the order of the choices; a choice whose expert lives elsewhere is not read."""
     PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    wait_for_inputs(OVERLAP)
     n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(0) // PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = (token < num_tokens)[:, None] & (n < N)[None, :]

@@ -7,7 +7,7 @@ are few and tokens many.
 import triton
 import triton.language as tl
 
-from lora_kernels.work_list.kernel import load_tile
+from lora_kernels.work_list.kernel import load_tile, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -36,9 +36,11 @@ def combine_dense_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SUM_FIRST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per (tokens of one adapter, columns)."""
     PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    wait_for_inputs(OVERLAP)
     n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     adapter, start, rows = load_tile(token_tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
     if rows > 0:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from lora_kernels.moe_prefill.activation import activate
 from lora_kernels.moe_prefill.shrink import load_hidden
-from lora_kernels.work_list.kernel import load_tile
+from lora_kernels.work_list.kernel import load_tile, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
@@ -41,79 +41,87 @@ def expand_activate_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per (tile, part of N). A tile without an adapter gets the plain activation, bit for bit."""
     SLICES: tl.constexpr = 1 if GPT_OSS else 2
     STEPS: tl.constexpr = (N + BLOCK_N * PARTS - 1) // (BLOCK_N * PARTS)
     EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
-    # Gate and up of one column fill one 32-bit word where the type has 16 bits.
-    PACKED: tl.constexpr = GPT_OSS and gate_up.dtype.element_ty.primitive_bitwidth == 16
+    wait_for_inputs(OVERLAP)
     part = tl.program_id(0) % PARTS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
-    if rows > 0:
-        m = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
+    row_mask = (m < rows)[:, None]
+    pair = tl.load(order + start + m, mask=m < rows, other=0)
+    row = pair.to(tl.int64)[:, None]
+    first_n = part * (STEPS * BLOCK_N)
+    if (rows > 0) & (cell >= NO_ADAPTER):
+        for step in range(STEPS):
+            n = first_n + step * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask = row_mask & (n < N)[None, :]
+            gate, up = _load_gate_up(gate_up, row, n, mask, N, GPT_OSS)
+            tl.store(out + row * N + n[None, :], activate(gate, up, GPT_OSS).to(out.dtype.element_ty), mask=mask)
+    elif rows > 0:
         r = tl.arange(0, BLOCK_R)
-        adapted = cell < NO_ADAPTER
-        row_mask = (m < rows)[:, None]
-        pair = tl.load(order + start + m, mask=m < rows, other=0)
-        row = pair.to(tl.int64)[:, None]
         place = (start + m).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-        h0 = load_hidden(hidden, 0, place, row_mask & adapted, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
+        h0 = load_hidden(hidden, 0, place, row_mask, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
         h1 = h0
         if SLICES == 2:
-            h1 = load_hidden(hidden, 1, place, row_mask & adapted, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
+            h1 = load_hidden(hidden, 1, place, row_mask, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
         expert = cell % NUM_EXPERTS
-        adapter = tl.where(adapted, cell // NUM_EXPERTS, 0).to(tl.int64)
+        adapter = (cell // NUM_EXPERTS).to(tl.int64)
         b_at = adapter * b_adapter_stride + expert.to(tl.int64) * b_expert_stride
-        a_at = adapter * a_adapter_stride + expert.to(tl.int64) * a_expert_stride + r[None, :] * N
+        a_rows = down_a + adapter * a_adapter_stride + expert.to(tl.int64) * a_expert_stride + r[None, :] * N
         down = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         for step in tl.range(0, STEPS, num_stages=STAGES):
-            n = (part * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask = row_mask
-            b_mask = adapted
-            a_mask = adapted
-            if not EVEN_N:
-                mask = row_mask & (n < N)[None, :]
-                b_mask = b_mask & (n < N)[None, :]
-                a_mask = a_mask & (n < N)[:, None]
-            if R != BLOCK_R:
-                b_mask = b_mask & (r < R)[:, None]
-                a_mask = a_mask & (r < R)[None, :]
-            if PACKED:
-                both = tl.load(gate_up.to(tl.pointer_type(tl.int32)) + row * N + n[None, :], mask=mask, other=0)
-                if gate_up.dtype.element_ty == tl.bfloat16:
-                    gate = (both << 16).to(tl.float32, bitcast=True)
-                    up = (both & -65536).to(tl.float32, bitcast=True)
-                else:
-                    gate = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-                    up = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            elif GPT_OSS:
-                at = gate_up + row * (2 * N) + 2 * n[None, :]
-                gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-                up = tl.load(at + 1, mask=mask, other=0.0).to(tl.float32)
-            else:
-                at = gate_up + row * (2 * N) + n[None, :]
-                gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-                up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
+            n = first_n + step * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask = row_mask if EVEN_N else row_mask & (n < N)[None, :]
+            gate, up = _load_gate_up(gate_up, row, n, mask, N, GPT_OSS)
+            # Rows of B are n, or interleaved 2 n and 2 n + 1; both have a stride of R within a pair.
             if GPT_OSS:
-                b_rows = b0 + b_at + n[None, :] * (2 * R) + r[:, None]
-                b_gate = tl.load(b_rows, mask=b_mask, other=0.0)
-                b_up = tl.load(b_rows + R, mask=b_mask, other=0.0)
+                b_gate_rows = b0 + b_at + n[None, :] * (2 * R) + r[:, None]
+                b_up_rows = b_gate_rows + R
             else:
-                b_rows = b_at + n[None, :] * R + r[:, None]
-                b_gate = tl.load(b0 + b_rows, mask=b_mask, other=0.0)
-                b_up = tl.load(b1 + b_rows, mask=b_mask, other=0.0)
-            # A sum with a zero delta would turn -0 into +0.
-            gate = tl.where(adapted, gate + tl.dot(h0, b_gate, input_precision="ieee"), gate)
-            up = tl.where(adapted, up + tl.dot(h1, b_up, input_precision="ieee"), up)
-            a_tile = tl.load(down_a + a_at + n[:, None], mask=a_mask, other=0.0)
+                b_gate_rows = b0 + b_at + n[None, :] * R + r[:, None]
+                b_up_rows = b1 + b_at + n[None, :] * R + r[:, None]
+            if EVEN_N and R == BLOCK_R:
+                b_gate = tl.load(b_gate_rows)
+                b_up = tl.load(b_up_rows)
+                a_tile = tl.load(a_rows + n[:, None])
+            else:
+                inside = (n < N)[None, :] & (r < R)[:, None]
+                b_gate = tl.load(b_gate_rows, mask=inside, other=0.0)
+                b_up = tl.load(b_up_rows, mask=inside, other=0.0)
+                a_tile = tl.load(a_rows + n[:, None], mask=(n < N)[:, None] & (r < R)[None, :], other=0.0)
+            gate = gate + tl.dot(h0, b_gate, input_precision="ieee")
+            up = up + tl.dot(h1, b_up, input_precision="ieee")
             act = activate(gate, up, GPT_OSS)
-            tl.store(out + row * N + n[None, :], act.to(out.dtype.element_ty), mask=mask)
             down = tl.dot(act.to(down_a.dtype.element_ty), a_tile, down, input_precision="ieee")
+            tl.store(out + row * N + n[None, :], act.to(out.dtype.element_ty), mask=mask)
         if DENSE:
-            weight = tl.load(topk_weights + pair, mask=(m < rows) & adapted, other=0.0)
+            weight = tl.load(topk_weights + pair, mask=m < rows, other=0.0)
             at = down_hidden + (row // TOP_K) * (NUM_EXPERTS * BLOCK_R) + expert * BLOCK_R + r[None, :]
-            tl.store(at, (down * weight[:, None]).to(down_hidden.dtype.element_ty), mask=row_mask & adapted)
+            tl.store(at, (down * weight[:, None]).to(down_hidden.dtype.element_ty), mask=row_mask)
         else:
-            at = down_hidden + part.to(tl.int64) * num_pairs * BLOCK_R + place
-            tl.store(at, down, mask=row_mask & adapted)
+            tl.store(down_hidden + part.to(tl.int64) * num_pairs * BLOCK_R + place, down, mask=row_mask)
+
+
+@triton.jit
+def _load_gate_up(gate_up, row, n, mask, N: tl.constexpr, GPT_OSS: tl.constexpr):
+    """(gate, up) of columns n in float32. Interleaved 16-bit ones are read as one 32-bit word."""
+    if GPT_OSS:
+        if gate_up.dtype.element_ty.primitive_bitwidth == 16:
+            both = tl.load(gate_up.to(tl.pointer_type(tl.int32)) + row * N + n[None, :], mask=mask, other=0)
+            if gate_up.dtype.element_ty == tl.bfloat16:
+                gate = (both << 16).to(tl.float32, bitcast=True)
+                up = (both & -65536).to(tl.float32, bitcast=True)
+            else:
+                gate = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                up = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            gate = tl.load(gate_up + row * (2 * N) + 2 * n[None, :], mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(gate_up + row * (2 * N) + 2 * n[None, :] + 1, mask=mask, other=0.0).to(tl.float32)
+    else:
+        gate = tl.load(gate_up + row * (2 * N) + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * (2 * N) + N + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    return gate, up

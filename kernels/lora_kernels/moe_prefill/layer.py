@@ -7,17 +7,16 @@ import torch
 import triton
 
 from lora_kernels.arguments import DTYPES, check, check_tensor
+from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
 from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
-from lora_kernels.moe_prefill.plan import PrefillPlan, Tiles
+from lora_kernels.moe_prefill.plan import DENSE_BLOCK_K, DENSE_TILES, PrefillPlan
 from lora_kernels.moe_prefill.shrink import shrink_kernel
 from lora_kernels.moe_prefill.weights import ExpertLora, strides
 from lora_kernels.work_list import WorkList, build_work_list
 
-DENSE_TILES = Tiles(block_m=128, block_n=128, parts=1, num_warps=8, num_stages=3)
-DENSE_BLOCK_K = 64
 DENSE_SUM_FIRST = True
 DENSE_MAX_REGISTERS = 128
 
@@ -55,7 +54,7 @@ def shrink(x: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan)
             BLOCK_M=tiles.block_m,
             BLOCK_K=tiles.block_n,
             STAGES=tiles.num_stages,
-            num_warps=tiles.num_warps,
+            **_launch(work, tiles.num_warps),
         )
     return hidden
 
@@ -122,7 +121,7 @@ def expand_activate(
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             STAGES=tiles.num_stages,
-            num_warps=tiles.num_warps,
+            **_launch(work, tiles.num_warps),
         )
     return out, down
 
@@ -213,8 +212,8 @@ def _combine_dense(
         BLOCK_K=DENSE_BLOCK_K,
         STAGES=tiles.num_stages,
         SUM_FIRST=DENSE_SUM_FIRST,
-        num_warps=tiles.num_warps,
         maxnreg=DENSE_MAX_REGISTERS,
+        **_launch(work, tiles.num_warps),
     )
 
 
@@ -244,7 +243,7 @@ def _add_down(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps,
+        **_launch(work, tiles.num_warps),
     )
 
 
@@ -261,12 +260,17 @@ def _sum_choices(down: torch.Tensor, topk_ids: torch.Tensor, work: WorkList, all
         N=size,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
-        num_warps=4,
+        **_launch(work, 4),
     )
 
 
 def _programs(work: WorkList, block_m: int) -> int:
     return work.max_tiles * (work.block_m // block_m)
+
+
+def _launch(work: WorkList, num_warps: int) -> dict[str, int | bool]:
+    overlap = overlap_on(work.order.device, Overlap.INPUTS_FRESH)
+    return {"OVERLAP": int(overlap), **launch_options(overlap, num_warps=num_warps)}
 
 
 def _check_work(lora: ExpertLora, work: WorkList, plan: PrefillPlan) -> None:

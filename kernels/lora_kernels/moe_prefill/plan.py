@@ -24,6 +24,10 @@ class Tiles:
     num_stages: int
 
 
+DENSE_TILES = Tiles(block_m=128, block_n=128, parts=1, num_warps=8, num_stages=3)
+DENSE_BLOCK_K = 64
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
     """block_m: rows of a work list's tile. dense: w2 expand and sum as one GEMM over all experts of an adapter."""

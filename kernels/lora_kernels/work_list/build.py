@@ -6,14 +6,14 @@ import torch
 import triton
 
 from lora_kernels.arguments import check, check_tensor
+from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.work_list.kernel import (
     CELLS_PER_PROGRAM,
     CHUNK,
     CHUNKS_PER_STEP,
-    COMPARED_AT_ONCE,
-    count_kernel,
     scan_kernel,
     scatter_kernel,
+    sort_chunks_kernel,
 )
 
 MAX_BINS = 1 << 15
@@ -76,14 +76,17 @@ def build_work_list(
     if num_pairs == 0:
         num_tiles.zero_()
     else:
-        keys, counts = torch.empty(num_chunks * CHUNK, **new), torch.empty((num_chunks, bins), **new)
-        totals, starts, first_tiles = torch.empty((3, bins), **new)
-        finished = torch.empty(1, **new)
-        count_kernel[(num_chunks,)](
+        (entries, ranks), counts = torch.empty((2, num_chunks, CHUNK), **new), torch.empty((num_chunks, bins), **new)
+        totals, finished = torch.empty(bins, **new), torch.empty(1, **new)
+        starts = torch.empty(bins, dtype=torch.int64, device=topk_ids.device)
+        num_warps = 4 if bins <= 4096 else 8
+        overlap = overlap_on(topk_ids.device, Overlap.INPUTS_FRESH)
+        sort_chunks_kernel[(num_chunks,)](
             topk_ids,
             token_adapters,
             token_adapters if adapter_enabled is None else adapter_enabled,
-            keys,
+            entries,
+            ranks,
             counts,
             finished,
             num_pairs,
@@ -93,13 +96,13 @@ def build_work_list(
             HAS_ENABLED=adapter_enabled is not None,
             BINS=bins,
             CHUNK=CHUNK,
-            num_warps=4 if bins <= 4096 else 8,
+            OVERLAP=int(overlap),
+            **launch_options(overlap, num_warps=num_warps),
         )
         scan_kernel[(triton.cdiv(num_cells, CELLS_PER_PROGRAM),)](
             counts,
             totals,
             starts,
-            first_tiles,
             num_tiles,
             finished,
             num_chunks,
@@ -108,14 +111,15 @@ def build_work_list(
             BLOCK_M=block_m,
             CHUNKS_PER_STEP=CHUNKS_PER_STEP,
             CELLS_PER_PROGRAM=CELLS_PER_PROGRAM,
-            num_warps=4 if bins <= 4096 else 8,
+            OVERLAP=int(overlap),
+            **launch_options(overlap, num_warps=num_warps),
         )
         scatter_kernel[(num_chunks,)](
-            keys,
+            entries,
+            ranks,
             counts,
             totals,
             starts,
-            first_tiles,
             order,
             tiles,
             max_tiles,
@@ -123,8 +127,8 @@ def build_work_list(
             BINS=bins,
             BLOCK_M=block_m,
             CHUNK=CHUNK,
-            COMPARED_AT_ONCE=COMPARED_AT_ONCE,
-            num_warps=4,
+            OVERLAP=int(overlap),
+            **launch_options(overlap, num_warps=4),
         )
     return WorkList(
         order=order,

@@ -1,4 +1,4 @@
-"""Groups (token, expert, adapter) pairs by cell in three launches: count, scan, scatter. A stable counting sort.
+"""Groups (token, expert, adapter) pairs by cell in three launches: sort chunks, scan, scatter. A stable counting sort.
 
 No floating point, no host sync, no state left between calls, and grids that follow from tensor shapes alone, so a
 captured graph replays on new routing. The order is the same from run to run: a pair's place in its cell is its rank
@@ -7,21 +7,35 @@ among the pairs before it, not its turn at an atomic.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-CHUNK = 256
-"""Pairs one program counts and scatters; ranking them inside a chunk costs CHUNK comparisons a pair."""
+CHUNK = 512
+"""Pairs one program sorts."""
 
-COMPARED_AT_ONCE = 16
-CHUNKS_PER_STEP = 512
+CHUNKS_PER_STEP = 256
 CELLS_PER_PROGRAM = 8
 
 
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """First in every kernel launched to overlap the one before it: waits until that is complete, then lets the next begin."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
-def count_kernel(
+def sort_chunks_kernel(
     topk_ids,  # [num_pairs]
     token_adapters,  # [num_tokens]
     adapter_enabled,  # [num_adapters] or the same as token_adapters
-    keys,  # [num_chunks * CHUNK] int32
+    entries,  # [num_chunks, CHUNK] int32: cell * CHUNK + place in the chunk, ascending
+    ranks,  # [num_chunks, CHUNK] int32: of an entry among those of its cell in the chunk
     counts,  # [num_chunks, BINS] int32
     finished,  # [1] int32, zeroed here for the scan
     num_pairs,
@@ -31,10 +45,13 @@ def count_kernel(
     HAS_ENABLED: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Writes each pair's cell, and how many pairs of each cell the chunk holds."""
+    """Sorts a chunk's pairs by cell, ranks them, and counts each cell's."""
+    wait_for_inputs(OVERLAP)
     chunk = tl.program_id(0)
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    lane = tl.arange(0, CHUNK)
+    pair = chunk * CHUNK + lane
     inside = pair < num_pairs
     expert = tl.load(topk_ids + pair, mask=inside, other=-1).to(tl.int32)
     adapter = tl.load(token_adapters + pair // TOP_K, mask=inside, other=-1).to(tl.int32)
@@ -42,20 +59,27 @@ def count_kernel(
     if HAS_ENABLED:
         adapted = adapted & (tl.load(adapter_enabled + adapter, mask=adapted, other=0) != 0)
     routed = inside & (expert >= 0) & (expert < NUM_EXPERTS)
-    key = tl.where(adapted, adapter * NUM_EXPERTS + expert, NUM_ADAPTERS * NUM_EXPERTS)
-    key = tl.where(routed, key, NUM_ADAPTERS * NUM_EXPERTS + 1)
-    tl.store(keys + pair, key)
-    tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(key, BINS))
+    cell = tl.where(adapted, adapter * NUM_EXPERTS + expert, NUM_ADAPTERS * NUM_EXPERTS)
+    cell = tl.where(routed, cell, NUM_ADAPTERS * NUM_EXPERTS + 1)
+    tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
     if chunk == 0:
         tl.store(finished, 0)
+    entry = tl.sort(cell * CHUNK + lane)
+    tl.store(entries + pair, entry)
+    tl.debug_barrier()
+    cell = entry // CHUNK
+    before = tl.load(entries + pair - 1, mask=lane > 0, other=-1) // CHUNK
+    after = tl.load(entries + pair + 1, mask=lane < CHUNK - 1, other=-1) // CHUNK
+    rank = lane - tl.associative_scan(tl.where(cell != before, lane, 0), 0, _larger)
+    tl.store(ranks + pair, rank)
+    tl.store(counts + chunk * BINS + cell, rank + 1, mask=cell != after)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def scan_kernel(
     counts,  # [num_chunks, BINS]: counts in, pairs of the cell in earlier chunks out
     totals,  # [BINS] int32
-    starts,  # [BINS] int32
-    first_tiles,  # [BINS] int32
+    starts,  # [BINS] int64: places before the cell's, and in the upper half tiles before its own
     num_tiles,  # [1] int32
     finished,
     num_chunks,
@@ -64,8 +88,10 @@ def scan_kernel(
     BLOCK_M: tl.constexpr,
     CHUNKS_PER_STEP: tl.constexpr,
     CELLS_PER_PROGRAM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Sums the counts over chunks, then (the last program to finish) over cells."""
+    wait_for_inputs(OVERLAP)
     cell = tl.program_id(0) * CELLS_PER_PROGRAM + tl.arange(0, CELLS_PER_PROGRAM)
     before = tl.zeros((CELLS_PER_PROGRAM,), tl.int32)
     for first in range(0, num_chunks, CHUNKS_PER_STEP):
@@ -81,18 +107,19 @@ def scan_kernel(
         every = tl.arange(0, BINS)
         count = tl.load(totals + every, mask=every < NUM_CELLS, other=0, cache_modifier=".cg")
         tiles = (count + BLOCK_M - 1) // BLOCK_M
-        tl.store(starts + every, tl.cumsum(count, 0) - count)
-        tl.store(first_tiles + every, tl.cumsum(tiles, 0) - tiles)
+        both = (tiles.to(tl.int64) << 32) + count
+        through = tl.cumsum(both, 0)
+        tl.store(starts + every, through - both)
         tl.store(num_tiles, tl.sum(tiles))
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def scatter_kernel(
-    keys,
+    entries,
+    ranks,
     counts,
     totals,
     starts,
-    first_tiles,
     order,  # [num_pairs] int32
     tiles,  # [3, max_tiles] int32
     max_tiles,
@@ -100,26 +127,23 @@ def scatter_kernel(
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
-    COMPARED_AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Puts each pair at its place in the order; the first pair of a tile writes the tile."""
+    wait_for_inputs(OVERLAP)
     chunk = tl.program_id(0)
-    lane = tl.arange(0, CHUNK)
-    key = tl.load(keys + chunk * CHUNK + lane)
-    rank = tl.zeros((CHUNK,), tl.int32)
-    for first in range(0, CHUNK, COMPARED_AT_ONCE):
-        other_lane = first + tl.arange(0, COMPARED_AT_ONCE)
-        other = tl.load(keys + chunk * CHUNK + other_lane)
-        ahead = (key[:, None] == other[None, :]) & (other_lane[None, :] < lane[:, None])
-        rank += tl.sum(ahead.to(tl.int32), 1)
-    listed = key < NUM_CELLS
-    rank += tl.load(counts + chunk * BINS + key, mask=listed, other=0)
-    place = tl.load(starts + key, mask=listed, other=0) + rank
-    tl.store(order + place, chunk * CHUNK + lane, mask=listed)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    entry = tl.load(entries + at)
+    cell = entry // CHUNK
+    listed = cell < NUM_CELLS
+    rank = tl.load(ranks + at) + tl.load(counts + chunk * BINS + cell, mask=listed, other=0)
+    start = tl.load(starts + cell, mask=listed, other=0)
+    place = (start & 0xFFFFFFFF).to(tl.int32) + rank
+    tl.store(order + place, chunk * CHUNK + entry % CHUNK, mask=listed)
     opens = listed & (rank % BLOCK_M == 0)
-    tile = tl.load(first_tiles + key, mask=opens, other=0) + rank // BLOCK_M
-    rows = tl.minimum(tl.load(totals + key, mask=opens, other=0) - rank, BLOCK_M)
-    tl.store(tiles + tile, key, mask=opens)
+    tile = (start >> 32).to(tl.int32) + rank // BLOCK_M
+    rows = tl.minimum(tl.load(totals + cell, mask=opens, other=0) - rank, BLOCK_M)
+    tl.store(tiles + tile, cell, mask=opens)
     tl.store(tiles + max_tiles + tile, place, mask=opens)
     tl.store(tiles + 2 * max_tiles + tile, rows, mask=opens)
 
