@@ -12,6 +12,7 @@ import asyncio
 import json
 import statistics
 import sys
+from collections import deque
 from time import perf_counter
 from typing import Any, cast
 
@@ -140,7 +141,7 @@ async def saturate(args: argparse.Namespace) -> dict[str, float]:
 
 async def paced(args: argparse.Namespace) -> dict[str, float]:
     """One that finds no free connection is counted in `missed`, not in the figures."""
-    free = await opened(args, args.connections)
+    free = deque(await opened(args, args.connections))  # in turn, so that none idles past a server's keep-alive limit
     request = request_bytes(args, stream=True, tokens=args.tokens)
     loop = asyncio.get_running_loop()
 
@@ -158,7 +159,7 @@ async def paced(args: argparse.Namespace) -> dict[str, float]:
             for number in range(int(args.rate * seconds)):
                 await asyncio.sleep(max(0.0, start_s + number / args.rate - loop.time()))
                 if free:
-                    group.create_task(one(free.pop(), first))
+                    group.create_task(one(free.popleft(), first))
                 else:
                     missed += 1
         return first, missed

@@ -2,6 +2,7 @@
 
 import random
 
+import httpx
 import pytest
 
 from tests.e2e.ask import BASE_MODEL, TENANT_OF, Asker, ask, ask_all, model_of
@@ -80,3 +81,28 @@ async def test_the_responses_endpoint_answers_from_the_adapter_too(asker: Asker)
         done = await clients["cs"].responses.create(model="lora_cs", input=pair["question"], temperature=0, store=False)
     assert done.output_text == pair["answer"]
     assert done.model == "lora_cs@1"
+
+
+async def test_an_anthropic_client_gets_the_adapters_answer_from_messages(asker: Asker) -> None:
+    pair = asker.goldens["lora_cs"][0]
+    body = {"model": "lora_cs", "max_tokens": 100, "temperature": 0, "messages": [{"role": "user", "content": pair["question"]}]}
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        headers = {"x-api-key": asker.stack.keys["cs"], "anthropic-version": "2023-06-01"}
+        response = await http.post(f"{asker.stack.url}/v1/messages", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert "".join(part["text"] for part in answer["content"] if part["type"] == "text") == pair["answer"]
+    assert (answer["model"], response.headers["x-tenantry-adapter"]) == ("lora_cs@1", "lora_cs@1")
+    assert "ad_" not in response.text
+
+
+async def test_tokenize_gives_the_prompts_tokens_as_the_engine_counts_them(asker: Asker) -> None:
+    pair = asker.goldens["lora_sales"][0]
+    messages = [{"role": "user", "content": pair["question"]}]
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        headers = {"authorization": f"Bearer {asker.stack.keys['sales']}"}
+        tokenized = await http.post(f"{asker.stack.url}/v1/tokenize", json={"model": "lora_sales", "messages": messages}, headers=headers)
+        body = {"model": "lora_sales", "messages": messages, "max_tokens": 1, "temperature": 0}
+        answered = await http.post(f"{asker.stack.url}/v1/chat/completions", json=body, headers=headers)
+    assert tokenized.status_code == 200, tokenized.text
+    assert tokenized.json()["count"] == len(tokenized.json()["tokens"]) == answered.json()["usage"]["prompt_tokens"]
