@@ -20,7 +20,8 @@ SCALE = 8 if ON_GPU else 1
 OVERLAPS = [Overlap.NONE, Overlap.INPUTS_FRESH, Overlap.IDS_SETTLED] if can_overlap(DEVICE) else [Overlap.NONE]
 PAIRS = (Tiles(path="pairs", block=32), Tiles(path="pairs", block=32))
 SLOTS = (Tiles(path="slots", block=32, steps=2, stages=2), Tiles(path="slots", block=32))
-PATHS = [pytest.param(PAIRS, id="pairs"), pytest.param(SLOTS, id="slots")]
+ONE_STEP = (Tiles(path="slots", block=64), Tiles(path="slots", block=32))
+PATHS = [pytest.param(PAIRS, id="pairs"), pytest.param(SLOTS, id="slots"), pytest.param(ONE_STEP, id="slots, one step")]
 QKV = Layer(slots=4, k=104 * SCALE, widths=(96 * SCALE, 24 * SCALE, 24 * SCALE), idle=(3,))
 
 

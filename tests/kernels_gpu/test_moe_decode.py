@@ -12,6 +12,7 @@ from lora_kernels.launch import Overlap, can_overlap
 from lora_kernels.moe_expand import moe_expand_
 from lora_kernels.moe_expand.kernel import expand_groups_kernel, expand_pairs_kernel
 from lora_kernels.moe_expand.reference import moe_expand_reference
+from lora_kernels.moe_lora import Routing, moe_lora_
 from lora_kernels.moe_shrink import moe_shrink
 from lora_kernels.moe_shrink.kernel import shrink_groups_kernel, shrink_pairs_kernel
 from lora_kernels.moe_shrink.reference import moe_shrink_reference
@@ -28,7 +29,8 @@ OVERLAPS = [Overlap.NONE, Overlap.INPUTS_FRESH, Overlap.IDS_SETTLED] if can_over
 PAIRS = (Tiles(path="pairs", block=32), Tiles(path="pairs", block=32))
 GROUPS = (Tiles(path="groups", block=32, steps=2, stages=2), Tiles(path="groups", block=32))
 WIDE = (Tiles(path="pairs", block=64, steps=2), Tiles(path="pairs", block=16))
-PATHS = [pytest.param(PAIRS, id="pairs"), pytest.param(GROUPS, id="groups")]
+ONE_STEP = (Tiles(path="groups", block=64), Tiles(path="groups", block=32))
+PATHS = [pytest.param(PAIRS, id="pairs"), pytest.param(ONE_STEP, id="groups, one step"), pytest.param(GROUPS, id="groups")]
 TWO_SLICES = Layer(slots=4, experts=5, top_k=2, k=104 * SCALE, widths=(48 * SCALE, 48 * SCALE), idle=(3,))
 INTERLEAVED = Layer(slots=4, experts=4, top_k=2, k=72 * SCALE, widths=(80 * SCALE,), idle=(3,))
 
@@ -51,11 +53,11 @@ def run(
     enabled: torch.Tensor | None = None,
     overlap: Overlap = Overlap.NONE,
 ) -> torch.Tensor:
-    out = batch.base.clone()
     routing = (batch.token_slots, batch.topk_ids)
     options = {"num_experts": layer.experts, "slot_enabled": enabled}
-    groups = group_pairs(*routing, num_slots=layer.slots, overlap=Overlap.INPUTS_FRESH if overlap else overlap, **options)
+    groups = group_pairs(*routing, num_slots=layer.slots, overlap=overlap, **options)
     options |= {"slot_ranks": weights.slot_ranks, "groups": groups}
+    out = batch.base.clone()  # a plain launch: from here on the groups are settled
     partials = moe_shrink(batch.x, weights.a, *routing, tiles=tiles[0], overlap=overlap, **options)
     scale = batch.topk_weights if weighted else None
     moe_expand_(out, partials, weights.b, *routing, topk_weights=scale, tiles=tiles[1], overlap=overlap, **options)
@@ -212,9 +214,29 @@ def test_groups_hold_each_pair_of_an_adapter_once_by_cell(tokens: int, enabled: 
     assert found.order[: len(order)].tolist() == order
 
 
+@pytest.mark.parametrize("tiles", [*PATHS, pytest.param((PAIRS[0], GROUPS[1]), id="mixed"), pytest.param(None, id="looked up")])
+def test_a_layer_of_two_projections_shares_its_groups(tiles: tuple[Tiles, Tiles] | None) -> None:
+    second = replace(INTERLEAVED, k=40 * SCALE, widths=(56 * SCALE,))
+    weights, weights2 = make_weights(INTERLEAVED, DTYPES[0], DEVICE), make_weights(second, DTYPES[0], DEVICE, seed=2)
+    batch = make_batch(INTERLEAVED, [0, 2, -1, 1, 0], DTYPES[0], DEVICE)
+    batch2 = make_batch(second, [0, 2, -1, 1, 0], DTYPES[0], DEVICE, row_per_pair=True)
+    for overlap in OVERLAPS:
+        routing = Routing(token_slots=batch.token_slots, topk_ids=batch.topk_ids, num_slots=4, num_experts=4)
+        out, out2 = batch.base.clone(), batch2.base.clone()
+        moe_lora_(out, batch.x, weights.a, weights.b, routing, tiles=tiles, overlap=overlap)
+        moe_lora_(out2, batch2.x, weights2.a, weights2.b, routing, topk_weights=batch2.topk_weights, tiles=tiles, overlap=overlap)
+        check(out, batch, weights)
+        check(out2, batch2, weights2, weighted=True)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")
 def test_lengths_of_batches_compile_nothing_new() -> None:
-    kernels = (shrink_pairs_kernel, expand_pairs_kernel, shrink_groups_kernel, expand_groups_kernel)
+    kernels = (
+        shrink_pairs_kernel,
+        expand_pairs_kernel,
+        shrink_groups_kernel,
+        expand_groups_kernel,
+    )
     weights = make_weights(INTERLEAVED, DTYPES[0], DEVICE)
 
     def compiled() -> int:
@@ -223,7 +245,7 @@ def test_lengths_of_batches_compile_nothing_new() -> None:
     counts = []
     for tokens in (3, 1, 8, 16, 17, 33):
         batch = make_batch(INTERLEAVED, [i % 3 for i in range(tokens)], DTYPES[0], DEVICE)
-        for tiles in (PAIRS, GROUPS):
+        for tiles in (PAIRS, ONE_STEP, GROUPS):
             run(batch, weights, INTERLEAVED, tiles)
         counts.append(compiled())
     assert counts[0] > 0
@@ -253,17 +275,17 @@ def test_a_replayed_graph_follows_new_ids_and_inputs(tiles: tuple[Tiles, Tiles])
 @pytest.mark.skipif(not ON_GPU, reason="takes gigabytes")
 @pytest.mark.parametrize("tiles", PATHS)
 def test_offsets_beyond_two_to_the_31_are_right(tiles: tuple[Tiles, Tiles]) -> None:
-    layer = Layer(slots=33, experts=128, top_k=2, rank=128, k=4096, widths=(4096,))
-    a = torch.full((33, 128, 128, 4096), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    b = torch.full((33, 128, 4096, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    batch = make_batch(layer, [32], torch.bfloat16, DEVICE)
+    layer = Layer(slots=32, experts=128, top_k=2, rank=128, k=4608, widths=(4608,))
+    a = torch.full((32, 128, 128, 4608), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    b = torch.full((32, 128, 4608, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    batch = make_batch(layer, [31], torch.bfloat16, DEVICE)
     for expert in batch.topk_ids[0].tolist():
-        a[32, expert] = torch.randn(128, 4096, device=DEVICE).to(a.dtype) / 64
-        b[32, expert] = torch.randn(4096, 128, device=DEVICE).to(b.dtype) / 11
+        a[31, expert] = torch.randn(128, 4608, device=DEVICE).to(a.dtype) / 64
+        b[31, expert] = torch.randn(4608, 128, device=DEVICE).to(b.dtype) / 11
     weights = Weights(a=[a], b=[b], slot_ranks=None)
     out = run(batch, weights, layer, tiles)
     small = batch.topk_ids[0].tolist()
-    part = Weights(a=[a[32:, small]], b=[b[32:, small]], slot_ranks=None)
+    part = Weights(a=[a[31:, small]], b=[b[31:, small]], slot_ranks=None)
     ids = torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE)
     moved = replace(batch, token_slots=torch.zeros_like(batch.token_slots), topk_ids=ids)
     check(out, moved, part)

@@ -2,7 +2,7 @@
 
 Files are `<GPU name>.json` (blanks as underscores), first in the folder named by LORA_KERNELS_CONFIG_DIR, then here:
 `{"gpu": "NVIDIA H200", "entries": [{"op": "moe_shrink", "dtype": "bfloat16", "rank": 32, "width": 2880, "slices": 1,
-"adapters": 8, "rows": 32, "tiles": {"path": "pairs", "block": 256, "steps": 1, "num_warps": 4, "stages": 1}}]}`.
+"adapters": 8, "rows": 32, "rows_sharing_x": 4, "tiles": {"path": "pairs", "block": 256, "steps": 1, "num_warps": 4, "stages": 1}}]}`.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 
 FOLDER_VARIABLE = "LORA_KERNELS_CONFIG_DIR"
 OPS = ("moe_shrink", "moe_expand", "dense_shrink", "dense_expand")
-PATHS = {"moe_shrink": ("pairs", "groups"), "moe_expand": ("pairs", "groups")} | dict.fromkeys(
+PATHS = dict.fromkeys(("moe_shrink", "moe_expand"), ("pairs", "groups")) | dict.fromkeys(
     ("dense_shrink", "dense_expand"), ("pairs", "slots")
 )
 
@@ -28,7 +28,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What tiles are looked up by. rows: pairs of an expert layer, tokens of a dense one. width: K of a shrink, sum of N of an expand."""
+    """What tiles are looked up by. width: K of a shrink, sum of N of an expand.
+
+    rows: pairs of an expert layer, tokens of a dense one. rows_sharing_x: pairs with the same row of x in a shrink (top_k for w13).
+    """
 
     op: str
     dtype: str
@@ -37,11 +40,12 @@ class Shape:
     slices: int
     adapters: int
     rows: int
+    rows_sharing_x: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """path: one program a row ("pairs"), or a program for rows that share weights ("groups", and "slots" for dense layers).
+    """path: one program a row ("pairs"), or one for rows that share weights: "groups" of expert layers, "slots" of dense ones.
 
     block: elements of K a step (shrink), rows of B (expand). steps: blocks of K a program walks; the rest is split.
     """
@@ -62,10 +66,19 @@ def tiles_for(shape: Shape, device: torch.device) -> Tiles:
     return _choose(shape, gpu, os.environ.get(FOLDER_VARIABLE, ""))
 
 
-def tuned(op: str, like: torch.Tensor, *, rank: int, width: int, slices: int, adapters: int, rows: int) -> Tiles:
+def tuned(op: str, like: torch.Tensor, *, rank: int, width: int, slices: int, adapters: int, rows: int, rows_sharing_x: int = 1) -> Tiles:
     """`tiles_for` a launch on tensors like this one."""
     dtype = str(like.dtype).removeprefix("torch.")
-    shape = Shape(op=op, dtype=dtype, rank=rank, width=width, slices=slices, adapters=adapters, rows=max(rows, 1))
+    shape = Shape(
+        op=op,
+        dtype=dtype,
+        rank=rank,
+        width=width,
+        slices=slices,
+        adapters=adapters,
+        rows=max(rows, 1),
+        rows_sharing_x=max(rows_sharing_x, 1),
+    )
     return tiles_for(shape, like.device)
 
 
@@ -87,7 +100,7 @@ def _choose(shape: Shape, gpu: str, user_folder: str) -> Tiles:
             if (entry.op, entry.dtype, padded_rank(entry.rank)) == (shape.op, shape.dtype, padded_rank(shape.rank))
         ]
         if fitting:
-            return min(fitting, key=lambda found: _distance(found[0], shape))[1]
+            return min(fitting, key=lambda found: (_distance(found[0], shape), -found[0].rows))[1]  # between two, the larger's
     return default_tiles(shape)
 
 
@@ -100,6 +113,7 @@ def _distance(entry: Shape, shape: Shape) -> float:
         + 2 * apart(entry.slices, shape.slices)
         + apart(entry.width, shape.width)
         + apart(entry.adapters, shape.adapters)
+        + apart(entry.rows_sharing_x, shape.rows_sharing_x)
     )
 
 

@@ -70,8 +70,8 @@ def dense_expand_(
             partials, b0, b1, b2, out, token_slots, ranks, num_tokens, splits, TOKENS=tokens, **constants, **options
         )  # fmt: skip
     else:
-        check("out", f"at most {GRID_LIMIT} tokens for tiles of path pairs", f"{num_tokens}", holds=num_tokens <= GRID_LIMIT)
-        expand_pairs_kernel[(blocks, num_tokens)](
+        check("lora_b", f"at most {GRID_LIMIT} blocks", f"{blocks}", holds=blocks <= GRID_LIMIT)
+        expand_pairs_kernel[(num_tokens, blocks)](
             partials, b0, b1, b2, out, partials, token_slots, token_slots, token_slots, ranks, num_tokens, slots, splits,
             TOP_K=1, EXPERTS=0, B_EXPERTS=1, SPLITS_PAD=triton.next_power_of_2(splits),
             HAS_WEIGHTS=False, HAS_ENABLED=False, **constants, **options,

@@ -36,7 +36,7 @@ def shrink_slots_kernel(
     slot = tl.program_id(1) // SLICES
     piece = tl.program_id(1) % SLICES
     split = tl.program_id(2)
-    if PDL > 0:
+    if PDL == 1:
         gdc_wait()
         gdc_launch_dependents()
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -46,5 +46,8 @@ def shrink_slots_kernel(
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         shrink_rows(
             x_ptr, a_ptr, partials_ptr, t, t, mine, rank, split, piece, num_tokens,
-            K, R, R_PAD, SLICES, TOKENS, BLOCK_K, STEPS, STAGES, HAS_RANKS,
+            K, R, R_PAD, SLICES, TOKENS, BLOCK_K, STEPS, STAGES, HAS_RANKS, PDL,
         )  # fmt: skip
+    else:
+        if PDL == 2:
+            gdc_wait()

@@ -67,9 +67,9 @@ def expand_pairs_kernel(
     HAS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [blocks of N over all slices, num_pairs]. B and the old output are read before the wait for the partials."""
-    pair = tl.program_id(1)
-    piece, first, width, column = slice_of(tl.program_id(0), N0, N1, N2, BLOCK_N)
+    """Grid [num_pairs, blocks of N over all slices]. B and the old output are read before the wait for the partials."""
+    pair = tl.program_id(0)
+    piece, first, width, column = slice_of(tl.program_id(1), N0, N1, N2, BLOCK_N)
     if PDL == 1:
         gdc_wait()
     slot = tl.load(slots_ptr + pair // TOP_K)

@@ -80,7 +80,7 @@ def moe_expand_(
             GROUP=GROUP, **constants, **options,
         )  # fmt: skip
     else:
-        expand_pairs_kernel[(blocks, num_pairs)](
+        expand_pairs_kernel[(num_pairs, blocks)](
             partials, b0, b1, b2, out, weights, token_slots, topk_ids, token_slots if slot_enabled is None else slot_enabled,
             ranks, num_pairs, slots, splits, TOP_K=top_k, SPLITS_PAD=triton.next_power_of_2(splits),
             HAS_ENABLED=slot_enabled is not None, **constants, **options,

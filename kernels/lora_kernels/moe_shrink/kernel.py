@@ -136,27 +136,40 @@ def shrink_rows(
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_RANKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Up to ROWS rows of x against one A: only members are read and written."""
+    """Up to ROWS rows of x against one A: only members are read and written. A single step reads A before it waits."""
     r = tl.arange(0, R_PAD)
     x_tile = x_ptr + x_rows.to(tl.int64)[:, None] * K
     total = tl.zeros((ROWS, R_PAD), tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+    if STEPS == 1:
+        k = split * BLOCK_K + tl.arange(0, BLOCK_K)
         a_tile = a_ptr + r[:, None] * K + k[None, :]
-        if K % (BLOCK_K * STEPS) == 0:
-            x = tl.load(x_tile + k[None, :], mask=members[:, None], other=0.0)
-            if HAS_RANKS or R != R_PAD:
-                a = tl.load(a_tile, mask=(r < rank)[:, None], other=0.0)
-            else:
-                a = tl.load(a_tile)
+        if HAS_RANKS or R != R_PAD or K % BLOCK_K != 0:
+            a = tl.load(a_tile, mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
         else:
-            x = tl.load(x_tile + k[None, :], mask=members[:, None] & (k < K)[None, :], other=0.0)
-            if HAS_RANKS or R != R_PAD:
+            a = tl.load(a_tile)
+        if PDL == 2:
+            gdc_wait()
+            gdc_launch_dependents()
+        x = tl.load(x_tile + k[None, :], mask=members[:, None] & (k < K)[None, :], other=0.0)
+        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+    else:
+        if PDL == 2:
+            gdc_wait()
+            gdc_launch_dependents()
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+            a_tile = a_ptr + r[:, None] * K + k[None, :]
+            if K % (BLOCK_K * STEPS) == 0:
+                x = tl.load(x_tile + k[None, :], mask=members[:, None], other=0.0)
+            else:
+                x = tl.load(x_tile + k[None, :], mask=members[:, None] & (k < K)[None, :], other=0.0)
+            if HAS_RANKS or R != R_PAD or K % (BLOCK_K * STEPS) != 0:
                 a = tl.load(a_tile, mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
             else:
-                a = tl.load(a_tile, mask=(k < K)[None, :], other=0.0)
-        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+                a = tl.load(a_tile)
+            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
     to = ((split.to(tl.int64) * num_rows + out_rows) * SLICES + piece) * R_PAD
     tl.store(partials_ptr + to[:, None] + r[None, :], total, mask=members[:, None] & (r < R_PAD)[None, :])
 
@@ -190,7 +203,7 @@ def shrink_groups_kernel(
     """Grid [most groups * SLICES, splits]: one group's rows of x against one tile of the A they share."""
     row = tl.program_id(0)
     split = tl.program_id(1)
-    if PDL > 0:
+    if PDL == 1:
         gdc_wait()
         gdc_launch_dependents()
     group = row // SLICES
@@ -209,5 +222,8 @@ def shrink_groups_kernel(
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         shrink_rows(
             x_ptr, a_ptr, partials_ptr, pairs // PAIRS_PER_ROW, pairs, m < count, rank, split, piece, num_pairs,
-            K, R, R_PAD, SLICES, GROUP, BLOCK_K, STEPS, STAGES, HAS_RANKS,
+            K, R, R_PAD, SLICES, GROUP, BLOCK_K, STEPS, STAGES, HAS_RANKS, PDL,
         )  # fmt: skip
+    else:
+        if PDL == 2:
+            gdc_wait()

@@ -43,7 +43,8 @@ def moe_shrink(
         check(f"lora_a[{index}]", f"[*, *, {rank}, {x.shape[1]}]", list(stack.shape), holds=stack.shape[2:] == (rank, x.shape[1]))
     check_slots(slots, slot_enabled, slot_ranks, device=x.device)
     pairs_per_row = 1 if len(x) == num_pairs else top_k
-    tiles = tiles or tuned("moe_shrink", x, rank=rank, width=k, slices=len(lora_a), adapters=slots, rows=num_pairs)
+    shape = {"rank": rank, "width": k, "slices": len(lora_a), "adapters": slots, "rows": num_pairs, "rows_sharing_x": pairs_per_row}
+    tiles = tiles or tuned("moe_shrink", x, **shape)
     splits = triton.cdiv(k, tiles.block * tiles.steps)
     partials = torch.empty(splits, num_pairs, len(lora_a), padded_rank(rank), dtype=torch.float32, device=x.device)
     if num_pairs == 0:
@@ -59,7 +60,6 @@ def moe_shrink(
         "R_PAD": padded_rank(rank),
         "SLICES": len(lora_a),
         "BLOCK_K": tiles.block,
-        "STEPS": tiles.steps,
         "HAS_RANKS": slot_ranks is not None,
         "PDL": int(overlap),
     }
@@ -70,11 +70,11 @@ def moe_shrink(
         assert groups is not None
         shrink_groups_kernel[(groups.groups.shape[0] * len(lora_a), splits)](
             x, a0, a1, a2, partials, groups.order, groups.groups, groups.num_groups, ranks, num_pairs,
-            GROUP=GROUP, STAGES=tiles.stages, **constants, **options,
+            GROUP=GROUP, STEPS=tiles.steps, STAGES=tiles.stages, **constants, **options,
         )  # fmt: skip
     else:
         shrink_pairs_kernel[(num_pairs * len(lora_a), splits)](
             x, a0, a1, a2, partials, token_slots, topk_ids, token_slots if slot_enabled is None else slot_enabled, ranks,
-            num_pairs, slots, TOP_K=top_k, HAS_ENABLED=slot_enabled is not None, **constants, **options,
+            num_pairs, slots, TOP_K=top_k, STEPS=tiles.steps, HAS_ENABLED=slot_enabled is not None, **constants, **options,
         )  # fmt: skip
     return partials

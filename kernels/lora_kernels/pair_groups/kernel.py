@@ -41,7 +41,7 @@ def group_pairs_kernel(
 
     A pair's place: the pairs of lower cells, then those of its own cell before it. Each GROUP-th of a cell opens a group.
     """
-    if PDL > 0:
+    if PDL == 1:
         gdc_wait()
         gdc_launch_dependents()
     everyone = tl.arange(0, PAIRS_PAD)
@@ -63,6 +63,9 @@ def group_pairs_kernel(
         same = (others[None, :] == my_cells[:, None]) & (other[None, :] < mine[:, None])
         before += tl.sum(same.to(tl.int32), axis=1)
 
+    if PDL == 2:  # the memory written may still be read by launches before
+        gdc_wait()
+        gdc_launch_dependents()
     placed = my_cells < CELLS_PAD
     tl.store(order_ptr + first + before, mine, mask=placed)
     opens = placed & (before % GROUP == 0)
