@@ -20,7 +20,7 @@ from services.router.openai import BodyTooSlow, MethodNotAllowed, body_of, retry
 from services.router.request_ids import RequestIds
 from services.router.resolve import authenticate, resolve, secret_of
 from services.router.routes import RouteTable
-from services.router.server import HANG_UP, ON_GONE, WRITE_PIECE
+from services.router.server import BODY_WHOLE, HANG_UP, ON_GONE, WRITE_PIECE
 from services.router.settings import RouterSettings
 from services.router.usage import Usage
 from shared.bus import BusUnavailable
@@ -129,7 +129,10 @@ class DataPlane:
         if not generating:
             await self._models(exchange, send)
             return
-        exchange.body = await self._body_in_time(receive, head.declared_bytes)
+        if BODY_WHOLE in scope:
+            exchange.body = await self._read_body(receive, head.declared_bytes)
+        else:
+            exchange.body = await self._body_in_time(receive, head.declared_bytes)
         try:
             peeked = _peek(exchange.body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

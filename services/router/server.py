@@ -18,6 +18,7 @@ _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-leng
 
 ON_GONE = "tenantry.on_gone"  # scope key: called without arguments when the client's connection is lost
 HANG_UP = "tenantry.hang_up"  # scope key: cuts the connection at once, whatever waits to be written
+BODY_WHOLE = "tenantry.body_whole"  # set once the whole body has come, usually before the application starts
 WRITE_PIECE = "tenantry.write_piece"  # scope key: Connection.write_piece
 
 
@@ -85,6 +86,10 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
         self.scope[WRITE_PIECE] = self.write_piece  # pyright: ignore[reportGeneralTypeIssues]
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        cast(dict[str, Any], self.scope)[BODY_WHOLE] = True
 
     def write_piece(self, body: bytes) -> bool:
         """Writes one more piece of a chunked answer whose head has gone out, without a task. False: the connection takes nothing now."""

@@ -93,7 +93,7 @@ async def test_an_anthropic_client_gets_the_adapters_answer_from_messages(asker:
     answer = response.json()
     assert "".join(part["text"] for part in answer["content"] if part["type"] == "text") == pair["answer"]
     assert (answer["model"], response.headers["x-tenantry-adapter"]) == ("lora_cs@1", "lora_cs@1")
-    assert "ad_" not in response.text
+    assert asker.stack.admin.show("lora_cs", "cs").adapter_id not in response.text
 
 
 async def test_tokenize_gives_the_prompts_tokens_as_the_engine_counts_them(asker: Asker) -> None:
