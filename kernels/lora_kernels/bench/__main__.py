@@ -14,6 +14,7 @@ from lora_kernels.bench.measure import copy_bandwidth, graph_us
 from lora_kernels.bench.models import DENSE, MOE
 from lora_kernels.bench.vllm_peer import vllm_version
 from lora_kernels.dense_shrink.bench import DenseBench
+from lora_kernels.moe_prefill.bench import rows as prefill_rows
 from lora_kernels.moe_shrink.bench import MoeBench
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -132,6 +133,7 @@ def main() -> int:
     }
     rows = moe_rows([name for name in names if name in MOE], [int(t) for t in chosen.tokens.split(",")], **options)
     rows += dense_rows(names, [int(t) for t in chosen.dense_tokens.split(",")], **options)
+    rows += prefill_rows(rank=chosen.rank, with_vllm=options["peer"])
     save(chosen.to, rows, bandwidth=bandwidth)
     sys.stdout.write(table(rows))
     return 0
