@@ -12,7 +12,7 @@ from pathlib import Path
 
 import triton.backends.nvidia
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
-from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel
+from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel, pack_hidden_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
 from lora_kernels.moe_prefill.plan import DENSE_BLOCK_K, DENSE_TILES, PrefillPlan, plan_prefill
 from lora_kernels.moe_prefill.shrink import shrink_kernel
@@ -72,7 +72,7 @@ def compile_layer(model: str, plan: PrefillPlan, hidden: int, size: int, gpt_oss
 
     tiles = plan.activate
     blocks = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages, "PARTS": tiles.parts}
-    shape = {"TOP_K": top_k, "N": size, "SPLITS": plan.shrink.parts, "GPT_OSS": gpt_oss, "DENSE": plan.dense}
+    shape = {"N": size, "SPLITS": plan.shrink.parts, "GPT_OSS": gpt_oss, "FAST": True}
     report(model, expand_activate_kernel, {**rank, **shape, **blocks}, num_warps=tiles.num_warps)
 
     tiles = plan.add_down
@@ -82,6 +82,8 @@ def compile_layer(model: str, plan: PrefillPlan, hidden: int, size: int, gpt_oss
     summed = {"NUM_EXPERTS": experts, "ALL_LOCAL": True, "TOP_K": top_k, "N": hidden, "BLOCK_T": 4, "BLOCK_N": 512}
     report(model, sum_choices_kernel, summed, num_warps=4)
     if plan.dense:
+        pack = {"NUM_EXPERTS": experts, "TOP_K": top_k, "BLOCK_R": RANK, "SPLITS": plan.activate.parts, "BLOCK_T": 8, "BLOCK_C": 512}
+        report(model, pack_hidden_kernel, pack)
         tiles = DENSE_TILES
         blocks = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": DENSE_BLOCK_K, "STAGES": tiles.num_stages}
         shape = {"TOP_K": top_k, "N": hidden, "ALL_LOCAL": True, "SUM_FIRST": True}
@@ -101,8 +103,7 @@ def report(model: str, kernel: JITFunction, constants: dict[str, object], *, num
         elif name in SCALARS:
             signature[name] = "i32"
         else:
-            dense_hidden = (name == "hidden" and kernel is combine_dense_kernel) or (name == "down_hidden" and constants["DENSE"])
-            floats = "*fp32" if name in FLOAT_POINTERS and not dense_hidden else "*bf16"
+            floats = "*fp32" if name in FLOAT_POINTERS else "*bf16"
             floats = "*i64" if name == "starts" else floats
             signature[name] = "i32" if name.endswith("stride") else "*i32" if name in INT_POINTERS else floats
             attributes[(index,)] = [["tt.divisibility", 16]]

@@ -103,8 +103,7 @@ def plan_of(case: Case, *, dense: bool = False) -> PrefillPlan:
         intermediate_size=lora.intermediate_size,
         rank=lora.rank,
     )
-    activate = replace(plan.activate, parts=1) if dense else plan.activate
-    return replace(plan, activate=activate, dense=dense)
+    return replace(plan, dense=dense)
 
 
 def list_of(case: Case, plan: PrefillPlan) -> WorkList:
@@ -124,7 +123,7 @@ def run(
     """(activated, combined) of the kernels; `case.down` is left alone."""
     work = work or list_of(case, plan)
     hidden = shrink(case.x, case.lora, work, plan)
-    acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan, case.topk_weights, out_dtype=out_dtype)
+    acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan, out_dtype=out_dtype)
     tokens = None
     if plan.dense:
         tokens = group_tokens(case.token_adapters, num_adapters=case.lora.num_adapters, adapter_enabled=case.enabled)

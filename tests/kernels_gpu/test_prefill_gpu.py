@@ -50,7 +50,7 @@ def test_a_captured_layer_replays_on_other_batches_base_only_ones_too(activation
     with torch.cuda.graph(graph):
         work = list_of(case, plan)
         hidden = shrink(case.x, case.lora, work, plan)
-        acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan, case.topk_weights)
+        acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan)
         tokens = group_tokens(case.token_adapters, num_adapters=1) if dense else None
         out = combine(
             case.down.clone(),

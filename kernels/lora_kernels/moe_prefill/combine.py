@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 
 from lora_kernels.moe_prefill.shrink import load_hidden
-from lora_kernels.work_list.kernel import load_tile, wait_for_inputs
+from lora_kernels.work_list.kernel import load_tile
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def add_down_kernel(
     down,  # [num_pairs, N], changed in place
-    hidden,  # [SPLITS, num_pairs, BLOCK_R] float32
+    hidden,  # [SPLITS, num_pairs, BLOCK_R] float32, rows by pair
     b,  # [L, E, N, R]
     topk_weights,  # [num_pairs] float32
     order,
@@ -31,12 +31,10 @@ def add_down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One program per (tile, part of N): down += weight * hidden B^T on the rows of the tile's cell."""
     STEPS: tl.constexpr = (N + BLOCK_N * PARTS - 1) // (BLOCK_N * PARTS)
     EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
-    wait_for_inputs(OVERLAP)
     part = tl.program_id(0) % PARTS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
     if (rows > 0) & (cell < NO_ADAPTER):
@@ -46,8 +44,7 @@ def add_down_kernel(
         pair = tl.load(order + start + m, mask=m < rows, other=0)
         row = pair.to(tl.int64)[:, None]
         weight = tl.load(topk_weights + pair, mask=m < rows, other=0.0)[:, None]
-        place = (start + m).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-        h = load_hidden(hidden, 0, place, row_mask, num_pairs, BLOCK_R, 1, SPLITS).to(b.dtype.element_ty)
+        h = load_hidden(hidden, 0, row * BLOCK_R + r[None, :], row_mask, num_pairs, BLOCK_R, 1, SPLITS).to(b.dtype.element_ty)
         b_at = (cell // NUM_EXPERTS).to(tl.int64) * b_adapter_stride + (cell % NUM_EXPERTS).to(tl.int64) * b_expert_stride
         for step in tl.range(0, STEPS, num_stages=STAGES):
             n = (part * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -76,11 +73,9 @@ def sum_choices_kernel(
     N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """float32 sum in the order of the choices; a choice whose expert lives elsewhere is not read."""
     PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    wait_for_inputs(OVERLAP)
     n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(0) // PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = (token < num_tokens)[:, None] & (n < N)[None, :]

@@ -7,13 +7,52 @@ are few and tokens many.
 import triton
 import triton.language as tl
 
-from lora_kernels.work_list.kernel import load_tile, wait_for_inputs
+from lora_kernels.moe_prefill.shrink import load_hidden
+from lora_kernels.work_list.kernel import load_tile
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
+def pack_hidden_kernel(
+    hidden,  # [SPLITS, num_pairs, BLOCK_R] float32, rows by pair
+    topk_weights,  # [num_pairs] float32
+    topk_ids,  # [num_pairs]
+    packed,  # [num_tokens, NUM_EXPERTS * BLOCK_R]
+    num_tokens,
+    num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Each token's hidden vectors times their routing weights at their experts' places, zeros at the others.
+
+    Rows of tokens without an adapter hold whatever `hidden` held; the product below does not read them.
+    """
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = token < num_tokens
+    rows = packed + token.to(tl.int64)[:, None] * (NUM_EXPERTS * BLOCK_R)
+    for first in range(0, NUM_EXPERTS * BLOCK_R, BLOCK_C):
+        column = first + tl.arange(0, BLOCK_C)
+        zeros = tl.zeros((BLOCK_T, BLOCK_C), packed.dtype.element_ty)
+        tl.store(rows + column[None, :], zeros, mask=inside[:, None] & (column < NUM_EXPERTS * BLOCK_R)[None, :])
+    tl.debug_barrier()
+    r = tl.arange(0, BLOCK_R)
+    for choice in tl.static_range(TOP_K):
+        pair = token.to(tl.int64) * TOP_K + choice
+        expert = tl.load(topk_ids + pair, mask=inside, other=-1).to(tl.int32)
+        weight = tl.load(topk_weights + pair, mask=inside, other=0.0)
+        local = inside & (expert >= 0) & (expert < NUM_EXPERTS)
+        place = pair[:, None] * BLOCK_R + r[None, :]
+        values = load_hidden(hidden, 0, place, local[:, None], num_pairs, BLOCK_R, 1, SPLITS) * weight[:, None]
+        tl.store(rows + expert[:, None] * BLOCK_R + r[None, :], values.to(packed.dtype.element_ty), mask=local[:, None])
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def combine_dense_kernel(
     down,  # [num_tokens * TOP_K, N]
-    hidden,  # [num_tokens, NUM_EXPERTS * BLOCK_R], times the routing weight, zeros where an expert was not chosen
+    packed,  # [num_tokens, NUM_EXPERTS * BLOCK_R]: what the kernel above made
     b,  # [L, E, N, R]
     topk_ids,
     out,  # [num_tokens, N]
@@ -36,11 +75,9 @@ def combine_dense_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SUM_FIRST: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One program per (tokens of one adapter, columns)."""
     PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    wait_for_inputs(OVERLAP)
     n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     adapter, start, rows = load_tile(token_tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
     if rows > 0:
@@ -53,7 +90,7 @@ def combine_dense_kernel(
             total = _add_choices(total, down, topk_ids, token, n, mask, NUM_EXPERTS, ALL_LOCAL, TOP_K, N)
         if adapter < NO_ADAPTER:
             b_at = adapter.to(tl.int64) * b_adapter_stride
-            hidden_rows = hidden + token.to(tl.int64)[:, None] * (NUM_EXPERTS * BLOCK_R)
+            hidden_rows = packed + token.to(tl.int64)[:, None] * (NUM_EXPERTS * BLOCK_R)
             for step in tl.range(0, NUM_EXPERTS * BLOCK_R, BLOCK_K, num_stages=STAGES):
                 k = step + tl.arange(0, BLOCK_K)
                 r = k % BLOCK_R

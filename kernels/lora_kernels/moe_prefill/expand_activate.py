@@ -5,7 +5,7 @@ import triton.language as tl
 
 from lora_kernels.moe_prefill.activation import activate
 from lora_kernels.moe_prefill.shrink import load_hidden
-from lora_kernels.work_list.kernel import load_tile, wait_for_inputs
+from lora_kernels.work_list.kernel import load_tile
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
@@ -16,8 +16,7 @@ def expand_activate_kernel(
     b1,
     down_a,  # [L, E, R, N]
     out,  # [num_pairs, N]
-    down_hidden,  # [PARTS, num_pairs, BLOCK_R] float32, or DENSE: [num_tokens, NUM_EXPERTS * BLOCK_R]
-    topk_weights,  # [num_pairs] float32, read where DENSE
+    down_hidden,  # [PARTS, num_pairs, BLOCK_R] float32, rows by pair
     order,
     tiles,
     num_tiles,
@@ -27,7 +26,6 @@ def expand_activate_kernel(
     b_expert_stride,
     a_adapter_stride,
     a_expert_stride,
-    TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NO_ADAPTER: tl.constexpr,
     N: tl.constexpr,
@@ -36,18 +34,16 @@ def expand_activate_kernel(
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
     GPT_OSS: tl.constexpr,
-    DENSE: tl.constexpr,
+    FAST: tl.constexpr,
     LIST_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One program per (tile, part of N). A tile without an adapter gets the plain activation, bit for bit."""
     SLICES: tl.constexpr = 1 if GPT_OSS else 2
     STEPS: tl.constexpr = (N + BLOCK_N * PARTS - 1) // (BLOCK_N * PARTS)
     EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
-    wait_for_inputs(OVERLAP)
     part = tl.program_id(0) % PARTS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
     m = tl.arange(0, BLOCK_M)
@@ -60,7 +56,7 @@ def expand_activate_kernel(
             n = first_n + step * BLOCK_N + tl.arange(0, BLOCK_N)
             mask = row_mask & (n < N)[None, :]
             gate, up = _load_gate_up(gate_up, row, n, mask, N, GPT_OSS)
-            tl.store(out + row * N + n[None, :], activate(gate, up, GPT_OSS).to(out.dtype.element_ty), mask=mask)
+            tl.store(out + row * N + n[None, :], activate(gate, up, GPT_OSS, FAST).to(out.dtype.element_ty), mask=mask)
     elif rows > 0:
         r = tl.arange(0, BLOCK_R)
         place = (start + m).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
@@ -95,15 +91,11 @@ def expand_activate_kernel(
                 a_tile = tl.load(a_rows + n[:, None], mask=(n < N)[:, None] & (r < R)[None, :], other=0.0)
             gate = gate + tl.dot(h0, b_gate, input_precision="ieee")
             up = up + tl.dot(h1, b_up, input_precision="ieee")
-            act = activate(gate, up, GPT_OSS)
+            act = activate(gate, up, GPT_OSS, FAST)
             down = tl.dot(act.to(down_a.dtype.element_ty), a_tile, down, input_precision="ieee")
             tl.store(out + row * N + n[None, :], act.to(out.dtype.element_ty), mask=mask)
-        if DENSE:
-            weight = tl.load(topk_weights + pair, mask=m < rows, other=0.0)
-            at = down_hidden + (row // TOP_K) * (NUM_EXPERTS * BLOCK_R) + expert * BLOCK_R + r[None, :]
-            tl.store(at, (down * weight[:, None]).to(down_hidden.dtype.element_ty), mask=row_mask)
-        else:
-            tl.store(down_hidden + part.to(tl.int64) * num_pairs * BLOCK_R + place, down, mask=row_mask)
+        by_pair = (part.to(tl.int64) * num_pairs + row) * BLOCK_R + r[None, :]
+        tl.store(down_hidden + by_pair, down, mask=row_mask)
 
 
 @triton.jit

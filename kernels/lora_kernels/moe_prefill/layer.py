@@ -7,16 +7,16 @@ import torch
 import triton
 
 from lora_kernels.arguments import DTYPES, check, check_tensor
-from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
-from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel
+from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel, pack_hidden_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
 from lora_kernels.moe_prefill.plan import DENSE_BLOCK_K, DENSE_TILES, PrefillPlan
 from lora_kernels.moe_prefill.shrink import shrink_kernel
 from lora_kernels.moe_prefill.weights import ExpertLora, strides
 from lora_kernels.work_list import WorkList, build_work_list
 
+FAST_ACTIVATION = True
 DENSE_SUM_FIRST = True
 DENSE_MAX_REGISTERS = 128
 
@@ -54,7 +54,7 @@ def shrink(x: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan)
             BLOCK_M=tiles.block_m,
             BLOCK_K=tiles.block_n,
             STAGES=tiles.num_stages,
-            **_launch(work, tiles.num_warps),
+            num_warps=tiles.num_warps,
         )
     return hidden
 
@@ -65,31 +65,22 @@ def expand_activate(
     lora: ExpertLora,
     work: WorkList,
     plan: PrefillPlan,
-    topk_weights: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(activation(gate_up + LoRA), [num_pairs, I]; the w2 shrink of it). Rows whose expert lives elsewhere stay unwritten.
 
-    The w2 shrink is [parts, num_pairs, R] float32 partials in the list's order, or where plan.dense [num_tokens, E * R] in
-    the adapters' dtype, the routing weight in it.
+    The w2 shrink is [parts, num_pairs, R] float32 partials, rows by pair, unwritten where a pair has no adapter.
 
-    gate_up: [num_pairs, 2 I], the base's output with its bias. hidden: what `shrink` gave. topk_weights: [num_tokens,
-    top_k] float32. out_dtype: gate_up's where None.
+    gate_up: [num_pairs, 2 I], the base's output with its bias. hidden: what `shrink` gave. out_dtype: gate_up's where None.
     """
     _check_work(lora, work, plan)
     tiles, size = plan.activate, lora.intermediate_size
     check_tensor("gate_up", gate_up, dtypes=DTYPES, device=lora.down_a.device, shape=(work.num_pairs, 2 * size))
-    check_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), device=gate_up.device, shape=(work.num_tokens, work.top_k))
     expected = (plan.shrink.parts, len(lora.gate_up_a), work.num_pairs, lora.block_r)
     check_tensor("hidden", hidden, dtypes=(torch.float32,), device=gate_up.device, shape=expected)
-    check("plan.activate.parts", "1 where plan.dense", tiles.parts, holds=not plan.dense or tiles.parts == 1)
     out = torch.empty((work.num_pairs, size), dtype=out_dtype or gate_up.dtype, device=gate_up.device)
-    if plan.dense:
-        # Experts a token did not choose must read as zero.
-        down = torch.zeros((work.num_tokens, work.num_experts * lora.block_r), dtype=lora.down_a.dtype, device=gate_up.device)
-    else:
-        down = torch.empty((tiles.parts, work.num_pairs, lora.block_r), dtype=torch.float32, device=gate_up.device)
+    down = torch.empty((tiles.parts, work.num_pairs, lora.block_r), dtype=torch.float32, device=gate_up.device)
     if work.num_pairs:
         expand_activate_kernel[(_programs(work, tiles.block_m) * tiles.parts,)](
             gate_up,
@@ -99,7 +90,6 @@ def expand_activate(
             lora.down_a,
             out,
             down,
-            topk_weights,
             work.order,
             work.tiles,
             work.num_tiles,
@@ -107,7 +97,6 @@ def expand_activate(
             work.max_tiles,
             *strides(lora.gate_up_b[0]),
             *strides(lora.down_a),
-            TOP_K=work.top_k,
             NUM_EXPERTS=work.num_experts,
             NO_ADAPTER=work.num_adapters * work.num_experts,
             N=size,
@@ -116,12 +105,12 @@ def expand_activate(
             SPLITS=plan.shrink.parts,
             PARTS=tiles.parts,
             GPT_OSS=lora.activation is Activation.GPT_OSS,
-            DENSE=plan.dense,
+            FAST=FAST_ACTIVATION and gate_up.is_cuda,
             LIST_BLOCK=work.block_m,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             STAGES=tiles.num_stages,
-            **_launch(work, tiles.num_warps),
+            num_warps=tiles.num_warps,
         )
     return out, down
 
@@ -149,16 +138,13 @@ def combine(
     check_tensor("down", down, dtypes=DTYPES, device=lora.down_b.device, shape=(work.num_pairs, lora.hidden_size))
     check_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), device=down.device, shape=(work.num_tokens, work.top_k))
     check_tensor("topk_ids", topk_ids, dtypes=(torch.int32, torch.int64), device=down.device, shape=(work.num_tokens, work.top_k))
-    if plan.dense:
-        shape, dtype = (work.num_tokens, work.num_experts * lora.block_r), lora.down_a.dtype
-    else:
-        shape, dtype = (plan.activate.parts, work.num_pairs, lora.block_r), torch.float32
-    check_tensor("hidden", hidden, dtypes=(dtype,), device=down.device, shape=shape)
+    shape = (plan.activate.parts, work.num_pairs, lora.block_r)
+    check_tensor("hidden", hidden, dtypes=(torch.float32,), device=down.device, shape=shape)
     out = torch.empty((work.num_tokens, lora.hidden_size), dtype=out_dtype or down.dtype, device=down.device)
     if not work.num_pairs:
         return out
     if plan.dense:
-        _combine_dense(down, hidden, lora, work, topk_ids, tokens_by_adapter, all_experts_local, out)
+        _combine_dense(down, hidden, lora, work, topk_weights, topk_ids, tokens_by_adapter, all_experts_local, out)
     else:
         _add_down(down, hidden, lora, work, plan, topk_weights)
         _sum_choices(down, topk_ids, work, all_experts_local, out)
@@ -178,6 +164,7 @@ def _combine_dense(
     hidden: torch.Tensor,
     lora: ExpertLora,
     work: WorkList,
+    topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     tokens: WorkList | None,
     all_experts_local: bool,
@@ -187,10 +174,27 @@ def _combine_dense(
     expected = (work.num_tokens, 1, work.num_adapters, 1)
     if tokens is None or given != expected:
         raise ValueError(f"tokens_by_adapter: expected (num_tokens, top_k, num_adapters, num_experts) {expected}, given {given}")
+    packed = torch.empty((work.num_tokens, work.num_experts * lora.block_r), dtype=lora.down_b.dtype, device=down.device)
+    block_t = 8
+    pack_hidden_kernel[(triton.cdiv(work.num_tokens, block_t),)](
+        hidden,
+        topk_weights,
+        topk_ids,
+        packed,
+        work.num_tokens,
+        work.num_pairs,
+        NUM_EXPERTS=work.num_experts,
+        TOP_K=work.top_k,
+        BLOCK_R=lora.block_r,
+        SPLITS=hidden.shape[0],
+        BLOCK_T=block_t,
+        BLOCK_C=512,
+        num_warps=4,
+    )
     tiles = DENSE_TILES
     combine_dense_kernel[(_programs(tokens, tiles.block_m) * triton.cdiv(lora.hidden_size, tiles.block_n),)](
         down,
-        hidden,
+        packed,
         lora.down_b,
         topk_ids,
         out,
@@ -213,7 +217,7 @@ def _combine_dense(
         STAGES=tiles.num_stages,
         SUM_FIRST=DENSE_SUM_FIRST,
         maxnreg=DENSE_MAX_REGISTERS,
-        **_launch(work, tiles.num_warps),
+        num_warps=tiles.num_warps,
     )
 
 
@@ -243,7 +247,7 @@ def _add_down(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         STAGES=tiles.num_stages,
-        **_launch(work, tiles.num_warps),
+        num_warps=tiles.num_warps,
     )
 
 
@@ -260,17 +264,12 @@ def _sum_choices(down: torch.Tensor, topk_ids: torch.Tensor, work: WorkList, all
         N=size,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
-        **_launch(work, 4),
+        num_warps=4,
     )
 
 
 def _programs(work: WorkList, block_m: int) -> int:
     return work.max_tiles * (work.block_m // block_m)
-
-
-def _launch(work: WorkList, num_warps: int) -> dict[str, int | bool]:
-    overlap = overlap_on(work.order.device, Overlap.INPUTS_FRESH)
-    return {"OVERLAP": int(overlap), **launch_options(overlap, num_warps=num_warps)}
 
 
 def _check_work(lora: ExpertLora, work: WorkList, plan: PrefillPlan) -> None:

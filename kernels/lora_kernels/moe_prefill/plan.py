@@ -51,31 +51,32 @@ def plan_prefill(
     block_n = 64 if rank <= 64 else 32
     num_tiles = num_pairs // block_m + cells
     num_narrow_tiles = num_pairs // narrow_m + cells
-    dense = num_pairs >= 16384 and _dense_pays(num_tokens, top_k, num_experts, hidden_size, rank)
+    few = num_narrow_tiles < PROGRAMS_WANTED
+    wide_down = rank <= 64 and hidden_size % 128 == 0
     return PrefillPlan(
         block_m=block_m,
         shrink=Tiles(
             block_m=block_m if rank <= 64 else narrow_m,
             block_n=64,
-            parts=_parts(num_tiles, hidden_size, 64, most=6),
+            parts=_parts(num_tiles, hidden_size, 64, most=3),
             num_warps=4,
             num_stages=4 if rank <= 64 else 3,
         ),
         activate=Tiles(
             block_m=narrow_m,
-            block_n=block_n,
-            parts=1 if dense else _parts(num_narrow_tiles // 2, intermediate_size, block_n, most=5),
+            block_n=32 if few and intermediate_size > 1024 else block_n,
+            parts=3 if few and intermediate_size > 1024 else 1,
             num_warps=4,
             num_stages=3 if rank <= 64 else 2,
         ),
         add_down=Tiles(
             block_m=narrow_m,
-            block_n=block_n,
-            parts=_parts(num_narrow_tiles // 4, hidden_size, block_n, most=5),
-            num_warps=4,
+            block_n=128 if wide_down else block_n,
+            parts=1 if wide_down else _parts(num_narrow_tiles // 2, hidden_size, block_n, most=3),
+            num_warps=8 if wide_down else 4,
             num_stages=3,
         ),
-        dense=dense,
+        dense=num_pairs >= 4096 and _dense_pays(num_tokens, top_k, num_experts, hidden_size, rank),
     )
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lora_kernels.work_list.kernel import load_tile, wait_for_inputs
+from lora_kernels.work_list.kernel import load_tile
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
@@ -31,12 +31,10 @@ def shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One program per (tile, split): BLOCK_M pairs of one cell against its A."""
     SPLIT_K: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
     EVEN_K: tl.constexpr = K % SPLIT_K == 0
-    wait_for_inputs(OVERLAP)
     split = tl.program_id(0) % SPLITS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // SPLITS, LIST_BLOCK, BLOCK_M)
     if (rows > 0) & (cell < NO_ADAPTER):
