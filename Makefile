@@ -39,7 +39,7 @@ venv-kernels:
 	@[ $(KERNELS_PYTHON) != .venv-kernels/bin/python ] || $(PYTHON) deploy/make_kernels_venv.py
 
 test-kernels: venv-kernels
-	@PYTHONPATH=kernels $(KERNELS_PYTHON) $(KERNEL_TESTS) tests/kernels_gpu $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONPATH=kernels $(KERNELS_PYTHON) $(KERNEL_TESTS) -n auto tests/kernels_gpu $(ARGS)
 
 bench-kernels: venv-kernels
 	@PYTHONPATH=kernels $(KERNELS_PYTHON) -m lora_kernels.bench $(ARGS)

@@ -22,6 +22,7 @@ VENV = ROOT / ".venv"
 LOG = VENV / "install.log"
 STAMP = VENV / "installed.sha256"
 NEEDED_BYTES = 4_000_000_000
+SIZE = "about 3 GB, minutes"
 CONSTRAINTS = [ROOT / "constraints" / (group + ".txt") for group in ("base", "cpu", "dev")]
 ANSWERS = [
     (r"No space left on device", "free some disk space and run it again"),
@@ -226,12 +227,12 @@ def main():
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                say("waiting for another installation into .venv ...")
+                say(f"waiting for another installation into {VENV.name} ...")
                 fcntl.flock(lock, fcntl.LOCK_EX)
             wanted = fingerprint()
             if STAMP.exists() and STAMP.read_text() == wanted:
                 return 0
-            say(f"Installing into .venv (about 3 GB, minutes; later runs skip this). Log: {LOG}")
+            say(f"Installing into {VENV.name} ({SIZE}; later runs skip this). Log: {LOG}")
             if STAMP.exists():
                 STAMP.unlink()
             install()
