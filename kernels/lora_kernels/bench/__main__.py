@@ -133,7 +133,7 @@ def main() -> int:
     }
     rows = moe_rows([name for name in names if name in MOE], [int(t) for t in chosen.tokens.split(",")], **options)
     rows += dense_rows(names, [int(t) for t in chosen.dense_tokens.split(",")], **options)
-    rows += prefill_rows(rank=chosen.rank, with_vllm=options["peer"])
+    rows += prefill_rows(names, rank=chosen.rank, with_vllm=options["peer"])
     save(chosen.to, rows, bandwidth=bandwidth)
     sys.stdout.write(table(rows))
     return 0

@@ -5,7 +5,7 @@ Counted on both sides: list (or align), shrink, expand, activation, w2 shrink an
 warm in the L2 cache; medians. Tokens of one adapter lie together, as requests do; routing is uniform.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -54,9 +54,9 @@ class LayerTensors:
     token_adapters: torch.Tensor
 
 
-def rows(*, rank: int = 32, with_vllm: bool = True) -> Iterator[dict[str, object]]:
-    """One row per model, shape and op ("moe_lora_prefill", "work_list"). vllm_us is None without vLLM."""
-    for model in MODELS:
+def rows(names: Collection[str], *, rank: int = 32, with_vllm: bool = True) -> Iterator[dict[str, object]]:
+    """One row per named model, shape and op ("moe_lora_prefill", "work_list"). vllm_us is None without vLLM."""
+    for model in (model for model in MODELS if model.name in names):
         for num_tokens, adapters in SHAPES:
             layers = make_layers(model, num_tokens, adapters, rank)
             plan = plan_of(layers[0], model)
