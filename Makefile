@@ -2,7 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
 BIN := .venv/bin
 # Cheapest first; the engine starts once, for the last ones.
-TESTS ?= tests/unit tests/contracts tests/integration tests/chaos tests/kernels tests/e2e
+ALL_TESTS := tests/unit tests/contracts tests/integration tests/chaos tests/kernels tests/e2e
+TESTS ?= $(ALL_TESTS)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-kernels
@@ -29,17 +30,22 @@ up: venv
 
 test: venv
 	@$(BIN)/python -m pytest $(TESTS) $(ARGS)
+	@$(if $(filter-out $(TESTS),$(ALL_TESTS)),,$(MAKE) --no-print-directory test-kernels KERNEL_FILES="$(QUICK_KERNEL_FILES)" ARGS=-q)
 
 # The kernels' own Python: a CPU vLLM must not find triton. On a GPU box name one that has torch, triton, pytest (and vLLM for the benchmark).
 KERNELS_PYTHON ?= .venv-kernels/bin/python
 
 KERNEL_TESTS := -m pytest -c tests/kernels_gpu/pytest.ini --rootdir tests/kernels_gpu --confcutdir tests/kernels_gpu -p no:cacheprovider
 
+KERNEL_FILES ?= tests/kernels_gpu
+# A minute in the interpreter; the rest takes several.
+QUICK_KERNEL_FILES := $(addprefix tests/kernels_gpu/test_,configs.py moe_decode.py dense_decode.py)
+
 venv-kernels:
 	@[ $(KERNELS_PYTHON) != .venv-kernels/bin/python ] || $(PYTHON) deploy/make_kernels_venv.py
 
 test-kernels: venv-kernels
-	@OMP_NUM_THREADS=1 PYTHONPATH=kernels $(KERNELS_PYTHON) $(KERNEL_TESTS) -n auto tests/kernels_gpu $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONPATH=kernels $(KERNELS_PYTHON) $(KERNEL_TESTS) -n auto $(KERNEL_FILES) $(ARGS)
 
 bench-kernels: venv-kernels
 	@PYTHONPATH=kernels $(KERNELS_PYTHON) -m lora_kernels.bench $(ARGS)
