@@ -87,6 +87,16 @@ class RouteTable:
         elif key == ROUTING_KEY:
             self.routing = Routing() if entry is None else decode_routing(entry.value)
 
+    async def wait_key(self, sha256: str, timeout_s: float) -> bool:
+        """Whether the key of this hash is known within timeout_s: a key is usable at the router that handed it out."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while sha256 not in self.keys:
+            version, left_s = self.version, until_s - loop.time()
+            if left_s <= 0 or not await self.wait_changed(version, left_s):
+                return sha256 in self.keys
+        return True
+
     async def wait_changed(self, since_version: int, timeout_s: float) -> bool:
         """Whether the table moved past `since_version` within timeout_s."""
         if self.version != since_version:

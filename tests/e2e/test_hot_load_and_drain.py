@@ -10,7 +10,7 @@ from services.cli.client import ClientError
 from tests.e2e.ask import Answer, Asker, ask
 from tests.e2e.stack import DEMO, Stack
 
-STREAMS = 60  # more than the engine runs at once, so that most still run whatever its speed
+STREAMS = 100  # more than the engine runs at once, so that most still run whatever its speed
 RUNNING = 20
 
 
@@ -19,8 +19,8 @@ def upload(stack: Stack, tenant: str, name: str, source: str) -> None:
 
 
 async def started_streams(client: openai.AsyncOpenAI, model: str, question: str, group: asyncio.TaskGroup) -> list[asyncio.Task[Answer]]:
-    """STREAMS requests of which RUNNING have shown their first piece."""
-    arrived = asyncio.Semaphore(0)
+    """STREAMS requests, the first of which has shown its first piece: the engine runs as many as it can, the others wait in it."""
+    arrived = asyncio.Event()
 
     async def run() -> Answer:
         answer = Answer()
@@ -30,11 +30,8 @@ async def started_streams(client: openai.AsyncOpenAI, model: str, question: str,
                 model=model, messages=messages, temperature=0, max_tokens=600, stream=True
             )
             answer.headers = dict(opened.headers)
-            first = True
             async for chunk in opened.parse():
-                if first:
-                    arrived.release()
-                    first = False
+                arrived.set()
                 answer.model = chunk.model
                 for choice in chunk.choices:
                     answer.text += choice.delta.content or ""
@@ -44,8 +41,7 @@ async def started_streams(client: openai.AsyncOpenAI, model: str, question: str,
         return answer
 
     tasks = [group.create_task(run()) for _ in range(STREAMS)]
-    for _ in range(RUNNING):
-        await asyncio.wait_for(arrived.acquire(), 60)
+    await asyncio.wait_for(arrived.wait(), 60)
     return tasks
 
 
@@ -53,7 +49,7 @@ async def test_a_hot_load_interrupts_none_of_the_running_streams(stack: Stack, a
     question, golden = asker.long_question("lora_sales")
     async with asker.clients() as clients, asyncio.TaskGroup() as group:
         tasks = await started_streams(clients["sales"], "lora_sales", question, group)
-        assert not all(task.done() for task in tasks)
+        assert sum(not task.done() for task in tasks) >= RUNNING
         await asyncio.to_thread(upload, stack, "cs", "hot", "lora_cs")
         pair = asker.goldens["lora_cs"][0]
         still_running = sum(not task.done() for task in tasks)

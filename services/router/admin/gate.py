@@ -63,7 +63,7 @@ def make_admin_plane(bus: Bus, table: RouteTable, fleet: Fleet, settings: Router
         dependencies=[Security(HTTPBearer(auto_error=False, description="the admin key"))],  # for the document: the gate decides
     )
     registry = RegistryClient(bus)
-    app.include_router(tenants.make_routes(registry), prefix=PREFIX)
+    app.include_router(tenants.make_routes(registry, table), prefix=PREFIX)
     app.include_router(adapters.make_routes(registry, bus, settings.upload_limit_bytes), prefix=PREFIX)
     app.include_router(cluster.make_routes(registry, table, fleet, bus), prefix=PREFIX)
     app.add_exception_handler(TenantryError, _told)

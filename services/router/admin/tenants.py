@@ -1,11 +1,16 @@
 """Tenants and their API keys."""
 
+import hashlib
+
 from fastapi import APIRouter
 from fastapi.responses import Response
 
 from services.router.admin.answers import Body, Name, NameInPath, answer
 from services.router.admin.registry_client import RegistryClient
+from services.router.routes import RouteTable
 from shared.contracts.admin import CreateKey, CreateTenant, DeleteTenant, ListKeys, ListTenants, RevokeKey, UpdateTenant
+
+_KNOWN_WITHIN_S = 1.0
 
 
 class NewTenant(Body):
@@ -33,7 +38,7 @@ class NewKey(Body):
     label: str = ""
 
 
-def make_routes(registry: RegistryClient) -> APIRouter:
+def make_routes(registry: RegistryClient, table: RouteTable) -> APIRouter:
     routes = APIRouter(tags=["tenants"])
 
     @routes.get("/tenants")
@@ -60,8 +65,12 @@ def make_routes(registry: RegistryClient) -> APIRouter:
 
     @routes.post("/keys", status_code=201)
     async def create_key(key: NewKey) -> Response:
-        """The answer's `secret` is the API key; it is shown this once."""
-        return answer(await registry.ask(CreateKey(tenants=tuple(key.tenants), gateway=key.gateway, label=key.label)), 201)
+        """The answer's `secret` is the API key; it is shown this once. This router knows it when the answer comes."""
+        made = await registry.ask(CreateKey(tenants=tuple(key.tenants), gateway=key.gateway, label=key.label))
+        if isinstance(made, dict) and "secret" in made:
+            secret = str(made["secret"])  # pyright: ignore[reportUnknownArgumentType]
+            await table.wait_key(hashlib.sha256(secret.encode()).hexdigest(), _KNOWN_WITHIN_S)
+        return answer(made, 201)
 
     @routes.delete("/keys/{key_id}")
     async def revoke_key(key_id: str) -> Response:
