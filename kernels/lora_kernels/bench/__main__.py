@@ -1,142 +1,142 @@
-"""`python -m lora_kernels.bench`: the kernels' tests, then their times beside vLLM's, into benchmarks/<gpu>.json. Red tests: nothing."""
+"""`python -m lora_kernels.bench`: the ops' tests, then their times beside vLLM's, into benchmarks/h200.json. Red tests: nothing."""
 
 import argparse
-import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
+from lora_kernels.bench import results, warm
+from lora_kernels.bench.cases import Step, build
 from lora_kernels.bench.measure import copy_bandwidth, graph_us
-from lora_kernels.bench.models import DENSE, MOE
+from lora_kernels.bench.revision import ROOT, revision
+from lora_kernels.bench.routing import ROUTINGS
+from lora_kernels.bench.rows import Key, Row, row_of
+from lora_kernels.bench.selection import MODELS, OPS, Wanted, select
 from lora_kernels.bench.vllm_peer import vllm_version
-from lora_kernels.dense_shrink.bench import DenseBench
-from lora_kernels.moe_prefill.bench import rows as prefill_rows
-from lora_kernels.moe_shrink.bench import MoeBench
 
-ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests" / "kernels_gpu"
-Row = dict[str, str | int | float | None]
-KEY = ("model", "op", "tokens", "adapters", "rank")
+SAVED_AT_ONCE = 10
+TESTS_OF = {
+    "moe": ("test_moe_*.py",),
+    "dense": ("test_dense*.py",),
+    "prefill": ("test_prefill*.py", "test_work_list.py"),
+    "work_list": ("test_work_list.py", "test_moe_decode.py"),
+}
 
 
-def tests_pass() -> bool:
+def start_tests(ops: Sequence[str]) -> subprocess.Popen[str]:
+    """The tests of the ops, over half of the cores where pytest-xdist is there."""
+    patterns = {"test_configs.py", *(pattern for op in ops for pattern in TESTS_OF[op])}
+    files = sorted({str(file) for pattern in patterns for file in TESTS.glob(pattern)})
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(TESTS / "pytest.ini"), "--rootdir", str(TESTS), "--confcutdir", str(TESTS)]
-    ran = subprocess.run([*command, "-p", "no:cacheprovider", str(TESTS)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if ran.returncode:
-        sys.stderr.write(ran.stdout)
-    return ran.returncode == 0
+    workers = max(1, (os.cpu_count() or 2) // 2)
+    command += ["-n", str(workers)] if _has_xdist() else []
+    return subprocess.Popen([*command, "-p", "no:cacheprovider", *files], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def time_or_none(step: Callable[[int], object], *, steps: int) -> float | None:
-    """None where it cannot run here: a missing peer is a missing figure, not a failure."""
+def _has_xdist() -> bool:
+    return subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True, check=False).returncode == 0
+
+
+def passed(tests: subprocess.Popen[str]) -> bool:
+    said = tests.communicate()[0]
+    sys.stderr.write(said if tests.returncode else said.rstrip().rsplit("\n", 1)[-1] + "\n")
+    return tests.returncode == 0
+
+
+def measure(key: Key, *, with_vllm: bool, bandwidth: float) -> Row:
+    """vllm_us is None where the peer is missing or fails: a missing figure, no failure. Ours failing is one."""
+    case = build(key)
+    ours = graph_us(case.ours, steps=case.steps) / case.units
+    theirs = _peer_us(key, case.vllm, steps=case.steps) if with_vllm and case.vllm else None
+    floor_us = case.floor_bytes / bandwidth * 1e6
+    return row_of(key, us=ours, vllm_us=theirs and theirs / case.units, floor_us=floor_us)
+
+
+def _peer_us(key: Key, make: Callable[[], Step], *, steps: int) -> float | None:
     try:
-        return graph_us(step, steps=steps)
+        return graph_us(make(), steps=steps)
     except Exception as error:  # noqa: BLE001 - the peer's own failures, of any kind
-        sys.stderr.write(f"not measured: {type(error).__name__}: {str(error)[:300]}\n")
+        sys.stderr.write(f"{key}: vLLM not measured: {type(error).__name__}: {str(error)[:300]}\n")
         return None
 
 
-def moe_rows(names: list[str], tokens: list[int], *, rank: int, slots: int, adapters: int, peer: bool, bandwidth: float) -> list[Row]:
-    rows: list[Row] = []
-    for name in names:
-        bench = MoeBench(MOE[name], slots=slots, rank=rank, layers=6)
-        for count in tokens:
-            batch = bench.batch(count, steps=48, adapters=adapters)
-            ours, theirs = graph_us(batch.ours, steps=48), None
-            if peer:
-                batch.prepare_vllm()
-                theirs = time_or_none(batch.vllm, steps=48)
-            rows.append(row(name, "moe_lora", count, adapters, rank, ours, theirs, batch.floor_bytes() / bandwidth))
-            del batch
-        del bench
-        torch.cuda.empty_cache()
-    return rows
+def about(bandwidth: float) -> dict[str, Any]:
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "vllm": vllm_version()}
+    return {"gpu": torch.cuda.get_device_name(), "commit": revision(), **versions, "copy_bytes_per_s": round(bandwidth)}
 
 
-def dense_rows(names: list[str], tokens: list[int], *, rank: int, slots: int, adapters: int, peer: bool, bandwidth: float) -> list[Row]:
-    rows: list[Row] = []
-    for layer in DENSE:
-        if layer.model not in names:
-            continue
-        for count in tokens:
-            bench = DenseBench(layer, count, slots=slots, adapters=adapters, rank=rank)
-            ours, theirs = graph_us(bench.ours, steps=48), None
-            if peer:
-                bench.prepare_vllm()
-                theirs = time_or_none(bench.vllm, steps=48)
-            rows.append(row(layer.model, f"dense_lora_{layer.layer}", count, adapters, rank, ours, theirs, bench.floor_bytes() / bandwidth))
-            del bench
-            torch.cuda.empty_cache()
-    return rows
+def parse(parser: argparse.ArgumentParser) -> tuple[Wanted, argparse.Namespace]:
+    def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+        def split(text: str) -> list[str]:
+            given = text.split(",")
+            if unknown := [name for name in given if name not in allowed]:
+                raise argparse.ArgumentTypeError(f"expected some of {','.join(allowed)}, given {','.join(unknown)}")
+            return given
 
+        return split
 
-def row(model: str, op: str, tokens: int, adapters: int, rank: int, us: float, vllm_us: float | None, floor_s: float) -> Row:
-    theirs = None if vllm_us is None else round(vllm_us, 2)
-    return {"model": model, "op": op, "tokens": tokens, "adapters": adapters, "rank": rank, "us": round(us, 2), "vllm_us": theirs,
-            "floor_us": round(floor_s * 1e6, 2)}  # fmt: skip
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
 
+    from lora_kernels.bench.models import DENSE, MOE
 
-def table(rows: list[Row]) -> str:
-    lines = [f"{'model':<20}{'op':<22}{'tokens':>7}{'adapters':>9}{'rank':>5}{'us':>9}{'vLLM':>9}{'times':>7}{'floor':>8}"]
-    for one in rows:
-        theirs = f"{one['vllm_us']:>9}{one['vllm_us'] / one['us']:>7.2f}" if one["vllm_us"] else f"{'-':>9}{'-':>7}"
-        lines.append(
-            f"{one['model']:<20}{one['op']:<22}{one['tokens']:>7}{one['adapters']:>9}{one['rank']:>5}{one['us']:>9}{theirs}{one['floor_us']:>8}"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def save(file: Path, rows: list[Row], *, bandwidth: float) -> None:
-    """Rows of the same model, op, tokens, adapters and rank are replaced, others stay."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    document = json.loads(file.read_text()) if file.exists() else {"rows": []}
-    measured = {tuple(one[key] for key in KEY) for one in rows}
-    kept = [one for one in document["rows"] if tuple(one[key] for key in KEY) not in measured]
-    document |= {
-        "gpu": torch.cuda.get_device_name(),
-        "commit": commit or document.get("commit", "unknown"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "vllm": vllm_version(),
-        "copy_bytes_per_s": round(bandwidth),
-        "rows": sorted(kept + rows, key=lambda one: [str(one[key]).rjust(20) for key in ("op", "model", "tokens", "adapters", "rank")]),
-    }
-    lines = ",\n".join("  " + json.dumps(one) for one in document.pop("rows"))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(document)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
+    every_model = sorted({*MOE, *(layer.model for layer in DENSE)})
+    parser.add_argument("--ops", type=names(OPS), default=list(OPS), help=f"some of {','.join(OPS)} (all)")
+    parser.add_argument("--models", type=names(every_model), default=list(MODELS), help="by commas")
+    parser.add_argument("--tokens", type=numbers, help="by commas; below 1,024 decode, from there prefill")
+    parser.add_argument("--ranks", type=numbers, help="with any of these three: only these instead of the whole set (32)")
+    parser.add_argument("--adapters", type=numbers, help="(8)")
+    parser.add_argument("--routing", type=names(ROUTINGS), help=f"some of {','.join(ROUTINGS)} (uniform)")
+    parser.add_argument("--to", type=Path, default=ROOT / "kernels" / "benchmarks" / "h200.json")
+    chosen = parser.parse_args()
+    wanted = Wanted(
+        ops=chosen.ops,
+        models=chosen.models,
+        tokens=chosen.tokens,
+        ranks=chosen.ranks,
+        adapters=chosen.adapters,
+        routings=chosen.routing,
+    )
+    return wanted, chosen
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="lora_kernels.bench", description=__doc__)
-    parser.add_argument("--models", default="gptoss-20b,qwen3-30b-a3b,qwen3-32b,qwen3-32b-tp4,llama-3.3-70b,llama-3.3-70b-tp4")
-    parser.add_argument("--tokens", default="1,8,16,32,64,128,256", help="of expert layers")
-    parser.add_argument("--dense-tokens", default="1,8,32")
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--adapters", type=int, default=8)
-    parser.add_argument("--to", type=Path, default=ROOT / "kernels" / "benchmarks" / "h200.json")
-    chosen = parser.parse_args()
+    wanted, chosen = parse(parser)
     if not torch.cuda.is_available():
         parser.error("no CUDA GPU here")
-    if not tests_pass():
+    keys = select(wanted)
+    if not keys:
+        parser.error("nothing to measure under these options")
+    tests = start_tests(wanted.ops)
+    with_vllm = vllm_version() is not None
+    compiling = warm.start(keys, with_vllm=with_vllm)
+    green = passed(tests)
+    compiling.shutdown(wait=green, cancel_futures=not green)
+    if not green:
         return 1
-    names, bandwidth = chosen.models.split(","), copy_bandwidth()
-    options = {
-        "rank": chosen.rank,
-        "slots": chosen.adapters,
-        "adapters": chosen.adapters,
-        "peer": vllm_version() is not None,
-        "bandwidth": bandwidth,
-    }
-    rows = moe_rows([name for name in names if name in MOE], [int(t) for t in chosen.tokens.split(",")], **options)
-    rows += dense_rows(names, [int(t) for t in chosen.dense_tokens.split(",")], **options)
-    rows += prefill_rows(names, rank=chosen.rank, with_vllm=options["peer"])
-    save(chosen.to, rows, bandwidth=bandwidth)
-    sys.stdout.write(table(rows))
-    return 0
+    bandwidth, rows, failed = copy_bandwidth(), [], []
+    head = about(bandwidth)
+    for first in range(0, len(keys), SAVED_AT_ONCE):
+        some = []
+        for key in keys[first : first + SAVED_AT_ONCE]:
+            try:
+                some.append(measure(key, with_vllm=with_vllm, bandwidth=bandwidth))
+            except Exception as error:  # noqa: BLE001 - the other rows are still wanted
+                failed.append(f"{key}: {type(error).__name__}: {str(error)[:300]}")
+            torch.cuda.empty_cache()
+        results.save(chosen.to, some, head)
+        rows += some
+        sys.stderr.write(f"{len(rows)} of {len(keys)} rows\n")
+    sys.stdout.write(results.table(rows) + results.warnings(rows) + "".join(f"FAILED: {text}\n" for text in failed))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ warm in the L2 cache; medians. Tokens of one adapter lie together, as requests d
 """
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 
+from lora_kernels.bench.routing import draw_adapters, draw_experts
 from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.layer import combine, expand_activate, group_tokens, shrink
 from lora_kernels.moe_prefill.plan import PrefillPlan, plan_prefill
@@ -76,7 +77,9 @@ def rows(names: Collection[str], *, rank: int = 32, with_vllm: bool = True) -> I
             }
 
 
-def make_layers(model: Model, num_tokens: int, adapters: int, rank: int, *, count: int = LAYERS) -> list[LayerTensors]:
+def make_layers(
+    model: Model, num_tokens: int, adapters: int, rank: int, *, count: int = LAYERS, routing: str = "uniform"
+) -> list[LayerTensors]:
     draw = torch.Generator(device="cuda").manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -84,6 +87,7 @@ def make_layers(model: Model, num_tokens: int, adapters: int, rank: int, *, coun
 
     slices, experts, hidden, size = model.activation.num_slices, model.num_experts, model.hidden_size, model.intermediate_size
     width, num_pairs = 2 * size // slices, num_tokens * model.top_k
+    token_adapters = draw_adapters(routing, num_tokens, adapters=adapters, draw=draw, together=True)
     layers = []
     for _ in range(count):
         lora = ExpertLora(
@@ -94,19 +98,19 @@ def make_layers(model: Model, num_tokens: int, adapters: int, rank: int, *, coun
             down_b=normal(adapters, experts, hidden, rank, scale=0.02),
             num_experts=experts,
         )
-        top = torch.rand((num_tokens, experts), generator=draw, device="cuda").topk(model.top_k, 1)
+        topk_ids, topk_weights = draw_experts(routing, num_tokens, experts=experts, top_k=model.top_k, draw=draw)
         layers.append(
             LayerTensors(
                 lora=lora,
                 x=normal(num_tokens, hidden),
                 gate_up=normal(num_pairs, 2 * size),
                 down=normal(num_pairs, hidden),
-                topk_ids=top.indices.to(torch.int32),
-                topk_weights=top.values.softmax(1),
-                token_adapters=(torch.arange(num_tokens, device="cuda") * adapters // num_tokens).to(torch.int32),
+                topk_ids=topk_ids,
+                topk_weights=topk_weights,
+                token_adapters=token_adapters,
             )
         )
-    return [replace(layer, token_adapters=layers[0].token_adapters) for layer in layers]
+    return layers
 
 
 def plan_of(layer: LayerTensors, model: Model) -> PrefillPlan:
@@ -153,8 +157,7 @@ def run_forward(layers: list[LayerTensors], plan: PrefillPlan) -> None:
 
 def floor_bytes(layer: LayerTensors, model: Model) -> int:
     """Each input read once, each output written once, 16-bit; the weights of the cells in use."""
-    num_pairs = layer.topk_ids.numel()
-    cells = min(num_pairs, layer.lora.num_adapters * model.num_experts)
+    cells = (layer.token_adapters[:, None] * model.num_experts + layer.topk_ids).unique().numel()
     stacks = [*layer.lora.gate_up_a, *layer.lora.gate_up_b, layer.lora.down_a, layer.lora.down_b]
     weights = sum(stack.shape[2] * stack.shape[3] for stack in stacks) * cells
     activations = 2 * layer.x.numel() + layer.gate_up.numel() * 3 // 2 + layer.down.numel()

@@ -1,10 +1,11 @@
-"""A layer's w13 and w2 at decode on random weights and uniform routing, ours and vLLM's on the same buffers."""
+"""A layer's w13 and w2 at decode on random weights and routing, ours and vLLM's on the same buffers."""
 
 from dataclasses import dataclass
 
 import torch
 
 from lora_kernels.bench.models import MoeModel
+from lora_kernels.bench.routing import draw_adapters, draw_experts
 from lora_kernels.bench.vllm_peer import VllmMoe, metadata
 from lora_kernels.configs import Tiles
 from lora_kernels.launch import Overlap
@@ -31,8 +32,8 @@ class MoeBench:
             for _ in range(layers)
         ]  # fmt: skip
 
-    def batch(self, num_tokens: int, *, steps: int, adapters: int, seed: int = 0) -> "Batch":
-        return Batch(self, num_tokens, steps=steps, adapters=adapters, seed=seed)
+    def batch(self, num_tokens: int, *, steps: int, adapters: int, seed: int = 0, routing: str = "uniform") -> "Batch":
+        return Batch(self, num_tokens, steps=steps, adapters=adapters, seed=seed, routing=routing)
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,14 @@ class Step:
 class Batch:
     """`ours(i)` and `vllm(i)` add the LoRA of step i to the same outputs."""
 
-    def __init__(self, bench: MoeBench, num_tokens: int, *, steps: int, adapters: int, seed: int) -> None:
+    def __init__(self, bench: MoeBench, num_tokens: int, *, steps: int, adapters: int, seed: int, routing: str) -> None:
         self.bench, model = bench, bench.model
         generator = torch.Generator(device="cuda").manual_seed(seed)
         self.steps = []
         for _ in range(steps):
-            scores = torch.rand(num_tokens, model.experts, device="cuda", generator=generator)
-            weights, ids = scores.softmax(dim=1).topk(model.top_k, dim=1)
-            offset = torch.randint(adapters, (1,), device="cuda", generator=generator)
-            slots = (torch.arange(num_tokens, device="cuda") + offset) % adapters
-            self.steps.append(Step(slots.to(torch.int32), ids.to(torch.int32), weights.float().contiguous()))
+            ids, weights = draw_experts(routing, num_tokens, experts=model.experts, top_k=model.top_k, draw=generator)
+            slots = draw_adapters(routing, num_tokens, adapters=adapters, draw=generator, together=False)
+            self.steps.append(Step(slots, ids, weights))
         pairs = num_tokens * model.top_k
         self.x13 = torch.randn(num_tokens, model.hidden, device="cuda", dtype=bench.dtype)
         self.x2 = torch.randn(pairs, model.intermediate, device="cuda", dtype=bench.dtype)

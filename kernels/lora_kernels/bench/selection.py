@@ -1,0 +1,92 @@
+"""Which rows a run measures: the whole set by default, any part of it by op, model, tokens, ranks, adapters and routing."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lora_kernels.bench.models import DENSE, MOE
+from lora_kernels.bench.routing import ROUTINGS
+from lora_kernels.bench.rows import Key
+
+OPS = ("moe", "dense", "prefill", "work_list")
+MODELS = ("gptoss-20b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-32b-tp4", "llama-3.3-70b", "llama-3.3-70b-tp4")
+PREFILL_MODELS = ("gptoss-20b", "qwen3-30b-a3b")
+DECODE_TOKENS = (1, 8, 16, 32, 64, 128, 256)
+DENSE_TOKENS = (1, 8, 32)
+PREFILL_SHAPES = ((1600, 1), (6400, 8), (12800, 8))
+"""(tokens, adapters)."""
+RANK, ADAPTERS = 32, 8
+OTHER_RANKS = (8, 16, 64, 128)
+OTHER_ADAPTERS = (16, 32)
+FEW_TOKENS = (8, 32, 256)
+"""Where ranks, adapters and routings other than the usual are measured."""
+PREFILL_FROM = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """None: the whole set's own."""
+
+    ops: Sequence[str] = OPS
+    models: Sequence[str] = MODELS
+    tokens: Sequence[int] | None = None
+    ranks: Sequence[int] | None = None
+    adapters: Sequence[int] | None = None
+    routings: Sequence[str] | None = None
+
+
+def select(wanted: Wanted) -> list[Key]:
+    """In the order of the tables."""
+    makers = {"moe": _moe, "dense": _dense, "prefill": _prefill, "work_list": _work_list}
+    return [key for op in OPS if op in wanted.ops for key in makers[op](wanted)]
+
+
+def _shapes(wanted: Wanted, tokens: Sequence[int], few: Sequence[int]) -> Iterator[dict]:
+    """The usual rank, adapters and routing at all tokens; then each of the others at a few."""
+    plain = wanted.ranks is None and wanted.adapters is None and wanted.routings is None
+    if not plain:
+        for count in wanted.tokens or few:
+            for rank in wanted.ranks or (RANK,):
+                for adapters in wanted.adapters or (ADAPTERS,):
+                    for routing in wanted.routings or ("uniform",):
+                        yield {"tokens": count, "adapters": adapters, "rank": rank, "routing": routing}
+        return
+    for count in wanted.tokens or tokens:
+        yield {"tokens": count, "adapters": ADAPTERS, "rank": RANK}
+    for count in wanted.tokens or few:
+        yield from ({"tokens": count, "adapters": ADAPTERS, "rank": rank} for rank in OTHER_RANKS)
+        yield from ({"tokens": count, "adapters": adapters, "rank": RANK} for adapters in OTHER_ADAPTERS)
+        yield from ({"tokens": count, "adapters": ADAPTERS, "rank": RANK, "routing": routing} for routing in ROUTINGS[1:])
+
+
+def _moe(wanted: Wanted) -> Iterator[Key]:
+    for model in (model for model in wanted.models if model in MOE):
+        for shape in _shapes(wanted, DECODE_TOKENS, FEW_TOKENS):
+            if shape["tokens"] < PREFILL_FROM:
+                yield Key(op="moe_lora", model=model, **shape)
+
+
+def _dense(wanted: Wanted) -> Iterator[Key]:
+    for layer in (layer for layer in DENSE if layer.model in wanted.models):
+        both = [*DENSE_TOKENS, *(tokens for tokens, _ in PREFILL_SHAPES)]
+        few = (8,) if layer.model == "gptoss-20b" else ()
+        for shape in _shapes(wanted, both, few):
+            yield Key(op="dense_lora", model=layer.model, layer=layer.layer, **_as_served(shape))
+
+
+def _prefill(wanted: Wanted) -> Iterator[Key]:
+    for model in (model for model in wanted.models if model in PREFILL_MODELS):
+        for shape in _shapes(wanted, [tokens for tokens, _ in PREFILL_SHAPES], (6400,)):
+            if shape["tokens"] >= PREFILL_FROM:
+                yield Key(op="moe_lora_prefill", model=model, **_as_served(shape))
+
+
+def _work_list(wanted: Wanted) -> Iterator[Key]:
+    for model in (model for model in wanted.models if model in PREFILL_MODELS):
+        for tokens in wanted.tokens or (64, 256, *(tokens for tokens, _ in PREFILL_SHAPES)):
+            yield Key(op="work_list", model=model, **_as_served({"tokens": tokens, "adapters": ADAPTERS, "rank": RANK}))
+
+
+def _as_served(shape: dict) -> dict:
+    """A prefill of 1,600 tokens is one request's."""
+    usual = shape["adapters"] == ADAPTERS and shape.get("routing", "uniform") == "uniform"
+    return {**shape, "adapters": 1} if usual and shape["tokens"] == PREFILL_SHAPES[0][0] else shape
