@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from services.worker.engine import AsgiApp, Receive, Scope, Send
 from services.worker.governor import Attempt, Governor, current_attempt
-from shared.errors import Cancelled, InternalError
+from shared.errors import Cancelled, EngineError, InternalError, WorkerLost
 
 _BEAM_STEP = re.compile(r"^(.+)-[0-9a-f]+-beam-\d+$")
 
@@ -106,6 +106,9 @@ class GovernedClient:
                 elif output.finished:
                     output.outputs = [samples[index] for index in sorted(samples)]
                     yield output
+        except Exception as error:
+            _fail(attempt, error, begun=bool(samples))
+            raise
         finally:
             attempt.engine_requests.discard(request_id)
             await steps.aclose()  # aborts in the engine what has not finished
@@ -120,6 +123,9 @@ class GovernedClient:
             async for output in steps:
                 self._count(attempt, 0, 0)
                 yield output
+        except Exception as error:
+            _fail(attempt, error, begun=False)
+            raise
         finally:
             attempt.engine_requests.discard(request_id)
             await steps.aclose()
@@ -168,6 +174,19 @@ class GovernedClient:
 
     def _count(self, attempt: Attempt, completion_tokens: int, cached_tokens: int) -> None:
         self._governor.count(attempt, completion_tokens=completion_tokens, cached_tokens=cached_tokens, now_s=_now_s())
+
+
+def _fail(attempt: Attempt, error: Exception, *, begun: bool) -> None:
+    """Ends the attempt as what it is, an engine's failure: vLLM's application would word it as an event, add [DONE] and be through.
+
+    A ValueError before the first output is the engine's word on bad input, which the application tells the client.
+    """
+    if attempt.refusal is not None or (isinstance(error, ValueError) and not begun):
+        return
+    if type(error).__name__ == "EngineDeadError":
+        attempt.refusal = WorkerLost("the engine died while it answered this request")
+    else:
+        attempt.refusal = EngineError("the engine failed while it answered this request")
 
 
 def _prompt_tokens(prompt: Mapping[str, Any]) -> int | None:

@@ -12,7 +12,7 @@ import pytest
 from services.worker.governor import Attempt, Governor, current_attempt
 from services.worker.vllm_client import GovernedClient, tenant_salt
 from shared.contracts.inference import Handle
-from shared.errors import Cancelled, HandleMismatch, InternalError, Overloaded
+from shared.errors import Cancelled, EngineError, HandleMismatch, InternalError, Overloaded, WorkerLost
 
 BASE = "demo@" + "a" * 64
 SECRET = b"secret"
@@ -37,6 +37,8 @@ class FakeEngine:
 
     def __init__(self, steps: int = 3) -> None:
         self.steps = steps
+        self.fails_after = steps
+        self.failure: Exception | None = None
         self.calls: list[SimpleNamespace] = []
         self.aborted = False
         self.abort_calls: list[tuple[str, ...]] = []
@@ -48,6 +50,8 @@ class FakeEngine:
         try:
             for step in range(1, self.steps + 1):
                 await asyncio.sleep(0)
+                if self.failure is not None and step > self.fails_after:
+                    raise self.failure
                 for index in range(params.n):
                     ids = [7] if params.output_kind is Kind.DELTA else [7] * step
                     finished = step == self.steps and index == params.n - 1
@@ -259,3 +263,30 @@ def test_the_rest_of_the_engine_is_reached_but_not_its_ungoverned_ways_in() -> N
     assert client.model_config == "the engine's own"
     with pytest.raises(AttributeError):
         _ = client.add_request
+
+
+class EngineDeadError(Exception):
+    """As vLLM names it."""
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize(
+    ("failure", "fails_after", "refusal"),
+    [
+        (RuntimeError("a step failed"), 1, EngineError),
+        (RuntimeError("a step failed"), 0, EngineError),
+        (ValueError("in mid-answer it is no word on the input"), 1, EngineError),
+        (EngineDeadError(), 0, WorkerLost),
+        (EngineDeadError(), 2, WorkerLost),
+        (ValueError("the prompt is too long"), 0, None),
+    ],
+)
+async def test_an_engines_failure_ends_the_attempt_as_one_and_bad_input_does_not(
+    kind: Kind, failure: Exception, fails_after: int, refusal: type[Exception] | None
+) -> None:
+    desk = Desk()
+    desk.engine.failure, desk.engine.fails_after = failure, fails_after
+    with pytest.raises(type(failure)):
+        await desk.run(kind)
+    assert type(desk.attempt.refusal) is (refusal or type(None))
+    assert desk.attempt.completion_tokens == fails_after
