@@ -1,7 +1,7 @@
-"""`python -m benchmarks.start_up` (`make bench-start`): seconds that `tenantry up` takes until it is ready, and each process's memory.
+"""`python -m benchmarks.start_up` (`make bench-start`): seconds until everything is ready, and each process's memory.
 
-`first` starts on an empty data folder, `warm` on what the first left. The cold start from nothing includes the installation
-and is measured by hand, on a fresh clone: `time make up ARGS="--port 8099"`, Ctrl-C once the curl lines stand there.
+`cold` is `make up` in a fresh clone of the last commit, its installation included; `first` is `tenantry up` from this checkout's
+.venv on an empty data folder, `warm` on what the first left.
 """
 
 import argparse
@@ -28,13 +28,27 @@ _START_TIMEOUT_S = 600.0
 
 
 @contextmanager
-def started(data: Path) -> Iterator[tuple[psutil.Process, float]]:
-    """The process of `tenantry up` and the seconds until it was ready; ends it as Ctrl-C does."""
-    log = data.parent / "up.log"
+def warm_start(data: Path) -> Iterator[tuple[psutil.Process, float]]:
     argv = [str(machine.ROOT / ".venv" / "bin" / "tenantry"), "up", "--port", str(free_port()), "--data", str(data)]
+    with started(argv, machine.ROOT, data.parent / "up.log") as found:
+        yield found
+
+
+def cold_s(folder: Path) -> float:
+    """Seconds of `make up` in a fresh clone of the last commit, without the clone itself."""
+    clone = folder / "clone"
+    subprocess.run(["git", "clone", "-q", str(machine.ROOT), str(clone)], check=True)
+    argv = ["make", "up", f"ARGS=--port {free_port()} --data {folder / 'cold'}"]
+    with started(argv, clone, folder / "cold.log") as (_, seconds):
+        return seconds
+
+
+@contextmanager
+def started(argv: list[str], cwd: Path, log: Path) -> Iterator[tuple[psutil.Process, float]]:
+    """The process and the seconds until its curl lines stood there; ends it as Ctrl-C does."""
     with log.open("wb") as out:
         started_s = monotonic()
-        up = subprocess.Popen(argv, cwd=machine.ROOT, stdout=out, stderr=out, env=os.environ | {"COLUMNS": "200"})
+        up = subprocess.Popen(argv, cwd=cwd, stdout=out, stderr=out, env=os.environ | {"COLUMNS": "200"}, start_new_session=True)
         try:
 
             def ready() -> bool:
@@ -45,7 +59,7 @@ def started(data: Path) -> Iterator[tuple[psutil.Process, float]]:
             yield psutil.Process(up.pid), monotonic() - started_s
         finally:
             if up.poll() is None:
-                up.send_signal(signal.SIGINT)
+                os.killpg(up.pid, signal.SIGINT)
                 up.wait(60)
 
 
@@ -70,15 +84,17 @@ def main() -> None:
     args = parser.parse_args()
     context = machine.context()
     with tempfile.TemporaryDirectory(prefix="tenantry-bench-") as folder:
+        from_nothing_s = cold_s(Path(folder))
         data = Path(folder) / "data"
-        with started(data) as (_, first_s):
+        with warm_start(data) as (_, first_s):
             pass
-        with started(data) as (root, warm_s):
+        with warm_start(data) as (root, warm_s):
             rows = memory(root)
-    result = {"first_s": first_s, "warm_s": warm_s, "memory": rows, **context}
+    result = {"cold_s": from_nothing_s, "first_s": first_s, "warm_s": warm_s, "memory": rows, **context}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    table = Table(title=f"ready after {first_s:.1f} s on an empty folder, {warm_s:.1f} s warm")
+    title = f"ready after {from_nothing_s:.0f} s from a fresh clone, {first_s:.1f} s on an empty folder, {warm_s:.1f} s warm"
+    table = Table(title=title)
     for column in ("process", "RSS MiB", "PSS MiB"):
         table.add_column(column, justify="left" if column == "process" else "right")
     for row in rows:
