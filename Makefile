@@ -35,6 +35,7 @@ test: venv
 # The kernels' own Python: a CPU vLLM must not find triton. On a GPU box name one that has torch, triton, pytest (and vLLM for the benchmark).
 KERNELS_PYTHON ?= .venv-kernels/bin/python
 
+KERNELS_PATH := kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 KERNEL_TESTS := -m pytest -c tests/kernels_gpu/pytest.ini --rootdir tests/kernels_gpu --confcutdir tests/kernels_gpu -p no:cacheprovider
 
 KERNEL_FILES ?= tests/kernels_gpu
@@ -45,10 +46,10 @@ venv-kernels:
 	@[ $(KERNELS_PYTHON) != .venv-kernels/bin/python ] || $(PYTHON) deploy/make_kernels_venv.py
 
 test-kernels: venv-kernels
-	@OMP_NUM_THREADS=1 PYTHONPATH=kernels $(KERNELS_PYTHON) $(KERNEL_TESTS) -n auto $(KERNEL_FILES) $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONPATH="$(KERNELS_PATH)" $(KERNELS_PYTHON) $(KERNEL_TESTS) -n auto $(KERNEL_FILES) $(ARGS)
 
 bench-kernels: venv-kernels
-	@PYTHONPATH=kernels $(KERNELS_PYTHON) -m lora_kernels.bench $(ARGS)
+	@PYTHONPATH="$(KERNELS_PATH)" $(KERNELS_PYTHON) -m lora_kernels.bench $(ARGS)
 
 check: venv
 	@$(BIN)/ruff check .

@@ -14,10 +14,10 @@ import triton
 from lora_kernels.bench import results, warm
 from lora_kernels.bench.cases import Step, build
 from lora_kernels.bench.measure import copy_bandwidth, graph_us
+from lora_kernels.bench.options import add_options, wanted_of
 from lora_kernels.bench.revision import ROOT, revision
-from lora_kernels.bench.routing import ROUTINGS
 from lora_kernels.bench.rows import Key, Row, row_of
-from lora_kernels.bench.selection import MODELS, OPS, Wanted, select
+from lora_kernels.bench.selection import select
 from lora_kernels.bench.vllm_peer import vllm_version
 
 TESTS = ROOT / "tests" / "kernels_gpu"
@@ -72,44 +72,12 @@ def about(bandwidth: float) -> dict[str, Any]:
     return {"gpu": torch.cuda.get_device_name(), "commit": revision(), **versions, "copy_bytes_per_s": round(bandwidth)}
 
 
-def parse(parser: argparse.ArgumentParser) -> tuple[Wanted, argparse.Namespace]:
-    def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-        def split(text: str) -> list[str]:
-            given = text.split(",")
-            if unknown := [name for name in given if name not in allowed]:
-                raise argparse.ArgumentTypeError(f"expected some of {','.join(allowed)}, given {','.join(unknown)}")
-            return given
-
-        return split
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
-    from lora_kernels.bench.models import DENSE, MOE
-
-    every_model = sorted({*MOE, *(layer.model for layer in DENSE)})
-    parser.add_argument("--ops", type=names(OPS), default=list(OPS), help=f"some of {','.join(OPS)} (all)")
-    parser.add_argument("--models", type=names(every_model), default=list(MODELS), help="by commas")
-    parser.add_argument("--tokens", type=numbers, help="by commas; below 1,024 decode, from there prefill")
-    parser.add_argument("--ranks", type=numbers, help="with any of these three: only these instead of the whole set (32)")
-    parser.add_argument("--adapters", type=numbers, help="(8)")
-    parser.add_argument("--routing", type=names(ROUTINGS), help=f"some of {','.join(ROUTINGS)} (uniform)")
-    parser.add_argument("--to", type=Path, default=ROOT / "kernels" / "benchmarks" / "h200.json")
-    chosen = parser.parse_args()
-    wanted = Wanted(
-        ops=chosen.ops,
-        models=chosen.models,
-        tokens=chosen.tokens,
-        ranks=chosen.ranks,
-        adapters=chosen.adapters,
-        routings=chosen.routing,
-    )
-    return wanted, chosen
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="lora_kernels.bench", description=__doc__)
-    wanted, chosen = parse(parser)
+    add_options(parser)
+    parser.add_argument("--to", type=Path, default=ROOT / "kernels" / "benchmarks" / "h200.json")
+    chosen = parser.parse_args()
+    wanted = wanted_of(chosen)
     if not torch.cuda.is_available():
         parser.error("no CUDA GPU here")
     keys = select(wanted)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lora_kernels.bench.models import DENSE, MOE
+from lora_kernels.bench.models import DENSE, MOE, DenseLayer
 from lora_kernels.bench.routing import ROUTINGS
 from lora_kernels.bench.rows import Key
 
@@ -28,6 +28,7 @@ class Wanted:
 
     ops: Sequence[str] = OPS
     models: Sequence[str] = MODELS
+    layers: Sequence[str] | None = None
     tokens: Sequence[int] | None = None
     ranks: Sequence[int] | None = None
     adapters: Sequence[int] | None = None
@@ -41,7 +42,7 @@ def select(wanted: Wanted) -> list[Key]:
 
 
 def _shapes(wanted: Wanted, tokens: Sequence[int], few: Sequence[int]) -> Iterator[dict]:
-    """The usual rank, adapters and routing at all tokens; then each of the others at a few."""
+    """The usual rank, adapters and routing at all tokens; then, where no tokens were named, each of the others at a few."""
     plain = wanted.ranks is None and wanted.adapters is None and wanted.routings is None
     if not plain:
         for count in wanted.tokens or few:
@@ -52,7 +53,7 @@ def _shapes(wanted: Wanted, tokens: Sequence[int], few: Sequence[int]) -> Iterat
         return
     for count in wanted.tokens or tokens:
         yield {"tokens": count, "adapters": ADAPTERS, "rank": RANK}
-    for count in wanted.tokens or few:
+    for count in () if wanted.tokens else few:
         yield from ({"tokens": count, "adapters": ADAPTERS, "rank": rank} for rank in OTHER_RANKS)
         yield from ({"tokens": count, "adapters": adapters, "rank": RANK} for adapters in OTHER_ADAPTERS)
         yield from ({"tokens": count, "adapters": ADAPTERS, "rank": RANK, "routing": routing} for routing in ROUTINGS[1:])
@@ -65,11 +66,14 @@ def _moe(wanted: Wanted) -> Iterator[Key]:
                 yield Key(op="moe_lora", model=model, **shape)
 
 
+def _wants(wanted: Wanted, layer: DenseLayer) -> bool:
+    return layer.model in wanted.models and (wanted.layers is None or layer.layer in wanted.layers)
+
+
 def _dense(wanted: Wanted) -> Iterator[Key]:
-    for layer in (layer for layer in DENSE if layer.model in wanted.models):
-        both = [*DENSE_TOKENS, *(tokens for tokens, _ in PREFILL_SHAPES)]
-        few = (8,) if layer.model == "gptoss-20b" else ()
-        for shape in _shapes(wanted, both, few):
+    for layer in (layer for layer in DENSE if _wants(wanted, layer)):
+        prefill, few = ([tokens for tokens, _ in PREFILL_SHAPES], (8,)) if layer.model == MODELS[0] else ((6400,), ())
+        for shape in _shapes(wanted, [*DENSE_TOKENS, *prefill], few):
             yield Key(op="dense_lora", model=layer.model, layer=layer.layer, **_as_served(shape))
 
 
