@@ -165,6 +165,60 @@ class QuotaExceeded(TenantryError):
     code = "quota_exceeded"
 
 
+class KvQuotaExceeded(TenantryError):
+    """asked_bytes, held_bytes, limit_bytes; retry_after_s where waiting can help."""
+
+    code = "kv_quota_exceeded"
+
+
+class ConcurrencyExceeded(TenantryError):
+    """asked, held, limit: requests at once; retry_after_s."""
+
+    code = "concurrency_exceeded"
+
+
+class RequestRateExceeded(TenantryError):
+    """asked, held, limit: requests in this minute; retry_after_s."""
+
+    code = "request_rate_exceeded"
+
+
+class TokenRateExceeded(TenantryError):
+    """asked, held, limit: tokens in this minute; retry_after_s."""
+
+    code = "token_rate_exceeded"
+
+
+class QueueFull(TenantryError):
+    """The tenant's own queue on a worker is full: asked, held, limit, retry_after_s."""
+
+    code = "queue_full"
+
+
+class QueueTimeout(TenantryError):
+    """It waited in its tenant's queue until the deadline: waited_ms, what it waited for (asked, held, limit), retry_after_s."""
+
+    code = "queue_timeout"
+
+
+class HostCacheExceeded(TenantryError):
+    """asked_bytes, held_bytes, limit_bytes."""
+
+    code = "host_cache_exceeded"
+
+
+class ArtifactQuotaExceeded(TenantryError):
+    """Stored files: asked_bytes, held_bytes, limit_bytes."""
+
+    code = "artifact_quota_exceeded"
+
+
+class ScopeMissing(TenantryError):
+    """The key is good and may not do this: needed, held."""
+
+    code = "scope_missing"
+
+
 class NoFreeSlot(TenantryError):
     """asked_slots, held_slots, limit_slots."""
 

@@ -103,6 +103,7 @@ class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
     mounts: dict[str, Mount] = {}  # by adapter_id
     aliases: dict[str, dict[str, str]] = {}  # tenant name -> alias -> adapter_id that serves it now
     versions: dict[str, dict[str, int]] = {}  # tenant name -> alias -> highest version given out
+    guaranteed: dict[str, int] = {}  # tenant_id -> bytes of KV cache; their sum fits what the pool's workers have
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load"):

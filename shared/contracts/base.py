@@ -46,3 +46,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     max_num_seqs: int = 0
     endpoints: tuple[str, ...] = ()  # OpenAI paths that this engine serves, e.g. "/v1/chat/completions"
+    kv_blocks: int = 0  # of the KV cache; 0: unknown
+    kv_block_tokens: int = 0
+    kv_block_bytes: int = 0  # over all layers
+    max_batched_tokens: int = 0  # prefill and decode tokens of one step

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shared.contracts import adapters, admin, state, workers
+from shared.contracts import adapters, admin, state, tenancy, workers
 from shared.contracts.subjects import ROOT, token
 
 
@@ -103,6 +103,7 @@ WORKER = Permissions(
         f"{ROOT}.usage.worker.>",
         *(subject.replace("*", ">") for subject in adapters.ACKS_SUBJECTS),
         *_read_keys(state.STATE_BUCKET, state.POOL_PREFIX + "*"),  # not tenants, not keys' hashes
+        *_read_keys(state.STATE_BUCKET, tenancy.SHARES_PREFIX + ">"),
         *_read_objects(adapters.ARTIFACTS_BUCKET),
         f"$JS.API.STREAM.INFO.{adapters.COMMANDS_STREAM}",
         f"$JS.API.CONSUMER.CREATE.{adapters.COMMANDS_STREAM}.>",

@@ -1,6 +1,7 @@
 """What stands in JetStream KV: the STATE bucket (all that routing needs, under one watch) and the CATALOG bucket (the rest).
 
-STATE keys: `hb` (the registries' heartbeat), `config.routing`, `tenant.<name>`, `key.<sha256 of the secret>`, `pool.<pool_id>`.
+STATE keys: `hb` (the registries' heartbeat), `config.routing`, `tenant.<name>`, `key.<sha256 of the secret>`, `pool.<pool_id>`,
+`shares.<pool_id>.<tenant_id>` (shared/contracts/tenancy.py).
 CATALOG keys: `adapter.<adapter_id>`, `base.<digest>`, `matrix`, `upload.<tenant_id>.<name>.<digest>` (the adapter_id that these bytes
 are, under this name, for this tenant).
 One watch over STATE carries heartbeat, keys and routes alike: a watch that shows the heartbeat shows everything.
@@ -11,6 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from shared.contracts.errors import ErrorInfo
+from shared.contracts.tenancy import TenantLimits
 from shared.policy.lifecycle import AdapterState
 
 STATE_BUCKET = "tenantry_state"
@@ -48,6 +50,13 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     default_adapter: str = ""  # serves requests whose `model` is absent, empty or "default"; empty: the only one
     base_allowed: bool = True
     nats_password_bcrypt: str = ""  # empty: this tenant has no NATS user
+    limits: TenantLimits = TenantLimits()
+
+
+class Scope(StrEnum):
+    INFER = "infer"  # the OpenAI paths
+    ADAPTERS = "adapters"  # its own tenant's adapters: upload, list, show, unload
+    ADMIN = "admin"  # its own tenant's keys and what it may see of itself
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +68,9 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     gateway: bool = False  # speaks for several, named by the routing header
     revoked: bool = False
     created_at: str = ""
+    scopes: tuple[Scope, ...] = (Scope.INFER,)
+    prefix: str = ""  # the secret's first characters: by which people tell keys apart
+    expires_at: str = ""  # RFC 3339, UTC; set when it was rotated, so that both work for a while; empty: never
 
 
 class Provenance(StrEnum):

@@ -40,6 +40,15 @@ class AdapterUse(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
 
 
+class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant uses of one worker now. A tenant that uses nothing and waits for nothing is left out of reports."""
+
+    tenant_id: str
+    running: int = 0
+    waiting: int = 0
+    kv_bytes: int = 0  # reserved
+
+
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on the engine's device (on a CPU: of the engine's processes)."""
 
@@ -64,6 +73,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterUse, ...] = ()
     memory: MemoryReport = MemoryReport()
     completion_tokens_per_s: float = 0.0
+    tenants: tuple[TenantUse, ...] = ()
+    shares_revision: int = 0  # newest revision of a tenant's shares that the governor enforces
 
 
 encode = msgspec.msgpack.Encoder().encode
