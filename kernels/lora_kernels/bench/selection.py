@@ -74,23 +74,23 @@ def _dense(wanted: Wanted) -> Iterator[Key]:
     for layer in (layer for layer in DENSE if _wants(wanted, layer)):
         prefill, few = ([tokens for tokens, _ in PREFILL_SHAPES], (8,)) if layer.model == MODELS[0] else ((6400,), ())
         for shape in _shapes(wanted, [*DENSE_TOKENS, *prefill], few):
-            yield Key(op="dense_lora", model=layer.model, layer=layer.layer, **_as_served(shape))
+            yield Key(op="dense_lora", model=layer.model, layer=layer.layer, **_as_served(wanted, shape))
 
 
 def _prefill(wanted: Wanted) -> Iterator[Key]:
     for model in (model for model in wanted.models if model in PREFILL_MODELS):
         for shape in _shapes(wanted, [tokens for tokens, _ in PREFILL_SHAPES], (6400,)):
             if shape["tokens"] >= PREFILL_FROM:
-                yield Key(op="moe_lora_prefill", model=model, **_as_served(shape))
+                yield Key(op="moe_lora_prefill", model=model, **_as_served(wanted, shape))
 
 
 def _work_list(wanted: Wanted) -> Iterator[Key]:
     for model in (model for model in wanted.models if model in PREFILL_MODELS):
         for tokens in wanted.tokens or (64, 256, *(tokens for tokens, _ in PREFILL_SHAPES)):
-            yield Key(op="work_list", model=model, **_as_served({"tokens": tokens, "adapters": ADAPTERS, "rank": RANK}))
+            yield Key(op="work_list", model=model, **_as_served(wanted, {"tokens": tokens, "adapters": ADAPTERS, "rank": RANK}))
 
 
-def _as_served(shape: dict) -> dict:
+def _as_served(wanted: Wanted, shape: dict) -> dict:
     """A prefill of 1,600 tokens is one request's."""
-    usual = shape["adapters"] == ADAPTERS and shape.get("routing", "uniform") == "uniform"
-    return {**shape, "adapters": 1} if usual and shape["tokens"] == PREFILL_SHAPES[0][0] else shape
+    one = wanted.adapters is None and shape.get("routing", "uniform") == "uniform" and shape["tokens"] == PREFILL_SHAPES[0][0]
+    return {**shape, "adapters": 1} if one else shape

@@ -1,0 +1,81 @@
+"""Tiles worth timing, by launch and path: a plan names one for each launch of an op."""
+
+from dataclasses import dataclass
+
+from lora_kernels.bench.models import DENSE, MOE
+from lora_kernels.bench.rows import Key
+from lora_kernels.configs import Shape, Tiles, padded_rank
+from lora_kernels.pair_groups import can_group
+
+GROUP_FROM_ROWS = 256
+"""Fewer pairs seldom share a cell, or do not pay for the list."""
+PAIRS_TO_TOKENS = 64
+SLOTS_FROM_TOKENS = 4
+Plan = dict[str, Tiles]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """One way through an op: candidates of each launch. The search starts from the first ones."""
+
+    name: str
+    candidates: dict[str, list[Tiles]]
+
+    @property
+    def start(self) -> Plan:
+        return {launch: options[0] for launch, options in self.candidates.items()}
+
+
+def shrink_tiles(path: str, rank: int) -> list[Tiles]:
+    """Scaled so that a program holds about as much whatever the rank."""
+    scale = max(1, padded_rank(rank) // 32)
+    if path == "pairs":
+        shapes = [(256, 1, 4, 1), (128, 1, 2, 1), (128, 1, 4, 1), (256, 1, 2, 1), (256, 1, 8, 1), (256, 2, 4, 1), (256, 2, 8, 1),
+                  (512, 1, 4, 1), (512, 1, 8, 1)]  # fmt: skip
+    else:
+        shapes = [(128, 4, 4, 4), (128, 1, 4, 1), (256, 1, 4, 1), (64, 4, 4, 4), (64, 8, 4, 4), (64, 16, 4, 5), (64, 24, 2, 6),
+                  (128, 3, 4, 3), (128, 6, 4, 4), (128, 8, 4, 4), (128, 12, 4, 4), (256, 3, 4, 3), (256, 4, 8, 3),
+                  (256, 6, 4, 3)]  # fmt: skip
+    return [Tiles(path=path, block=max(16, k // scale), steps=steps, num_warps=warps, stages=stages) for k, steps, warps, stages in shapes]
+
+
+def expand_tiles(path: str, rank: int) -> list[Tiles]:
+    scale = max(1, padded_rank(rank) // 32)
+    pairs = [(256, 4), (64, 2), (128, 2), (128, 4), (256, 2), (256, 8), (512, 4), (512, 8)]
+    shared = [(128, 4), (32, 2), (64, 2), (64, 4), (128, 2), (128, 8), (256, 4), (256, 8)]
+    return [Tiles(path=path, block=max(16, n // scale), num_warps=warps) for n, warps in (pairs if path == "pairs" else shared)]
+
+
+def paths_of(key: Key) -> list[Path]:
+    """The ways through the op that can serve a row, by launch: w13_shrink and so on of experts, shrink and expand of dense layers."""
+    if key.op == "dense_lora":
+        names = ["pairs"] * (key.tokens <= PAIRS_TO_TOKENS) + ["slots"] * (key.tokens >= SLOTS_FROM_TOKENS)
+        launches = ("shrink", "expand")
+    else:
+        pairs, experts = key.tokens * MOE[key.model].top_k, MOE[key.model].experts
+        groups = pairs >= GROUP_FROM_ROWS and can_group(pairs, num_slots=key.adapters, num_experts=experts)
+        names = ["pairs"] + ["groups"] * groups
+        launches = ("w13_shrink", "w13_expand", "w2_shrink", "w2_expand")
+    return [
+        Path(name=name, candidates={launch: (shrink_tiles if "shrink" in launch else expand_tiles)(name, key.rank) for launch in launches})
+        for name in names
+    ]
+
+
+def entries_of(key: Key, plan: Plan) -> list[tuple[Shape, Tiles]]:
+    """What the configuration file is to say."""
+    common = {"dtype": "bfloat16", "rank": key.rank, "adapters": key.adapters}
+    if key.op == "dense_lora":
+        layer = next(layer for layer in DENSE if (layer.model, layer.layer) == (key.model, key.layer))
+        widths = {"shrink": layer.k, "expand": sum(layer.widths)}
+        shapes = {kind: {"op": f"dense_{kind}", "width": width, "slices": len(layer.widths)} for kind, width in widths.items()}
+        return [(Shape(rows=key.tokens, **shape, **common), plan[kind]) for kind, shape in shapes.items()]
+    model = MOE[key.model]
+    rows = key.tokens * model.top_k
+    sizes = {
+        "w13_shrink": {"width": model.hidden, "slices": model.slices, "rows_sharing_x": model.top_k},
+        "w13_expand": {"width": 2 * model.intermediate, "slices": model.slices},
+        "w2_shrink": {"width": model.intermediate, "slices": 1},
+        "w2_expand": {"width": model.hidden, "slices": 1},
+    }
+    return [(Shape(op=f"moe_{launch.split('_')[1]}", rows=rows, **size, **common), plan[launch]) for launch, size in sizes.items()]
