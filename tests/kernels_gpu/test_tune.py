@@ -8,14 +8,17 @@ from lora_kernels import configs
 from lora_kernels.bench.rows import Key
 from lora_kernels.bench.selection import Wanted, select
 from lora_kernels.configs import file_name
+from lora_kernels.moe_prefill.plan import PrefillPlan
 from lora_kernels.tune import write
 from lora_kernels.tune.candidates import Plan, entries_of, paths_of
+from lora_kernels.tune.prefill import layer_shape, rule
 from lora_kernels.tune.search import find, plans_to_compile
 
 KEYS = [
     Key(op="moe_lora", model="gptoss-20b", tokens=256, adapters=8, rank=64),
     Key(op="dense_lora", model="qwen3-32b", layer="qkv", tokens=8, adapters=8, rank=32),
 ]
+PREFILL = Key(op="moe_lora_prefill", model="qwen3-30b-a3b", tokens=6400, adapters=8, rank=32)
 BOTH = pytest.mark.parametrize("key", KEYS, ids=lambda key: key.op)
 
 
@@ -79,3 +82,20 @@ def test_what_a_file_holds_beside_the_new_entries_stays(tmp_path: Path) -> None:
 def test_ranks_of_a_model_can_be_tuned_in_one_run() -> None:
     keys = select(Wanted(ops=["moe"], models=["gptoss-20b"], tokens=[1, 8], ranks=[8, 16], adapters=[4]))
     assert {(key.tokens, key.rank, key.adapters) for key in keys} == {(t, r, 4) for t in (1, 8) for r in (8, 16)}
+
+
+def test_a_layers_search_at_prefill_starts_from_the_rules_plan_and_keeps_to_tiles_the_list_can_serve() -> None:
+    paths = paths_of(PREFILL)
+    assert rule(layer_shape(PREFILL)) in [PrefillPlan(**path.start) for path in paths]
+    for path in paths:
+        (block_m,) = path.candidates["block_m"]
+        for launch in ("shrink", "activate"):
+            assert all(block_m % tiles.block_m == 0 for tiles in path.candidates[launch])
+
+
+def test_the_fields_of_a_prefill_plan_that_belong_together_are_not_mixed() -> None:
+    def us(plan: Plan) -> float:
+        return plan["shrink"].num_warps + (plan["block_m"] != 64) + plan["dense"]
+
+    plan, _ = find(paths_of(PREFILL), us, quiet)
+    assert (plan["block_m"], plan["dense"], plan["shrink"].num_warps) == (64, False, 4)

@@ -12,9 +12,10 @@ from statistics import median
 import torch
 
 from lora_kernels.bench.routing import draw_adapters, draw_experts
+from lora_kernels.configs.plans import LayerShape, plan_for
 from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.layer import combine, expand_activate, group_tokens, shrink
-from lora_kernels.moe_prefill.plan import PrefillPlan, plan_prefill
+from lora_kernels.moe_prefill.plan import PrefillPlan
 from lora_kernels.moe_prefill.vllm_peer import VllmLayer
 from lora_kernels.moe_prefill.weights import ExpertLora
 from lora_kernels.work_list import build_work_list
@@ -114,15 +115,18 @@ def make_layers(
 
 
 def plan_of(layer: LayerTensors, model: Model) -> PrefillPlan:
-    return plan_prefill(
-        num_tokens=layer.topk_ids.shape[0],
-        top_k=model.top_k,
-        num_adapters=layer.lora.num_adapters,
-        num_experts=model.num_experts,
+    shape = LayerShape(
+        dtype=str(layer.x.dtype).removeprefix("torch."),
+        rank=layer.lora.rank,
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
-        rank=layer.lora.rank,
+        slices=model.activation.num_slices,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        num_adapters=layer.lora.num_adapters,
+        num_tokens=layer.topk_ids.shape[0],
     )
+    return plan_for(shape, layer.x.device)
 
 
 def list_of(layer: LayerTensors, plan: PrefillPlan) -> object:

@@ -1,4 +1,4 @@
-"""`python -m lora_kernels.tune --model gptoss-20b|qwen3-30b-a3b|... [--ops moe,dense] [--tokens 1,8,32] [--ranks 32] [--to FOLDER]`."""
+"""`python -m lora_kernels.tune --model gptoss-20b|qwen3-30b-a3b|... [--ops moe,dense,prefill] [--tokens 1,8,32] [--ranks 32]`."""
 
 import argparse
 import multiprocessing
@@ -15,9 +15,11 @@ from lora_kernels.bench.models import DENSE, MOE
 from lora_kernels.bench.rows import Key
 from lora_kernels.bench.selection import Wanted, select
 from lora_kernels.configs import FOLDER_VARIABLE
+from lora_kernels.moe_prefill.plan import PrefillPlan
 from lora_kernels.tune.candidates import entries_of, paths_of
-from lora_kernels.tune.files import write
-from lora_kernels.tune.search import compile_plans, find, measure_with, plans_to_compile, runner
+from lora_kernels.tune.files import write, write_plans
+from lora_kernels.tune.prefill import layer_shape
+from lora_kernels.tune.search import compile_plans, find, measure, plans_to_compile
 
 BAR = 24
 
@@ -49,21 +51,21 @@ def compile_all(keys: list[Key], processes: int, said: Callable[[str], None]) ->
         seen, waiting = set(), []
         for key in reversed(keys):  # the longest batches know most paths
             for path in paths_of(key):
-                name = (key.op, key.model, key.layer, key.rank, key.adapters, path.name)
+                name = (key.op, key.model, key.layer, key.rank, key.adapters, str(path))
                 if name not in seen:
                     seen.add(name)
                     waiting += [pool.submit(compile_plans, key, [plan]) for plan in plans_to_compile(path)]
         for number, one in enumerate(waiting, 1):
-            one.result()
-            said(f"compiled {number} of {len(waiting)}")
+            failed = one.exception()
+            said(f"compiled {number} of {len(waiting)}" + (f", one failed: {failed}" if failed else ""))
 
 
 def main() -> int:
     models = sorted({*MOE, *(layer.model for layer in DENSE)})
     parser = argparse.ArgumentParser(prog="lora_kernels.tune", description="Search tiles for a model on this GPU.")
     parser.add_argument("--model", required=True, choices=models)
-    parser.add_argument("--ops", default="moe,dense", help="some of moe,dense")
-    parser.add_argument("--tokens", default="1,8,16,32,64,128,256", help="batch sizes, by commas")
+    parser.add_argument("--ops", default="moe,dense,prefill", help="some of moe,dense,prefill")
+    parser.add_argument("--tokens", default="1,8,16,32,64,128,256,1600,6400,12800", help="by commas; from 1,024 prefill")
     parser.add_argument("--ranks", default="32", help="by commas")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile")
@@ -80,8 +82,11 @@ def main() -> int:
     compile_all(keys, chosen.processes, progress.says)
     for key in keys:
         title = f"{key.layer or 'experts'}, {key.tokens} tokens, rank {key.rank}"
-        plan, best = find(paths_of(key), measure_with(runner(key)), lambda text, title=title: progress.says(f"{title}: {text}"))
-        file = write(Path(chosen.to), gpu, entries_of(key, plan))
+        plan, best = find(paths_of(key), measure(key), lambda text, title=title: progress.says(f"{title}: {text}"))
+        if key.op == "moe_lora_prefill":
+            file = write_plans(Path(chosen.to), gpu, [(layer_shape(key), PrefillPlan(**plan))])
+        else:
+            file = write(Path(chosen.to), gpu, entries_of(key, plan))
         progress.ends(f"{title}: {best:.1f} us")
         torch.cuda.empty_cache()
     sys.stdout.write(f"written: {file}\n")

@@ -1,17 +1,20 @@
 """Tiles worth timing, by launch and path: a plan names one for each launch of an op."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from lora_kernels.bench.models import DENSE, MOE
 from lora_kernels.bench.rows import Key
 from lora_kernels.configs import Shape, Tiles, padded_rank
 from lora_kernels.pair_groups import can_group
+from lora_kernels.tune.prefill import prefill_candidates
 
 GROUP_FROM_ROWS = 256
 """Fewer pairs seldom share a cell, or do not pay for the list."""
 PAIRS_TO_TOKENS = 64
 SLOTS_FROM_TOKENS = 4
-Plan = dict[str, Tiles]
+Plan = dict[str, Any]
+"""Tiles by launch; of a layer at prefill the fields of `PrefillPlan`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,7 @@ class Path:
     """One way through an op: candidates of each launch. The search starts from the first ones."""
 
     name: str
-    candidates: dict[str, list[Tiles]]
+    candidates: dict[str, list[Any]]
 
     @property
     def start(self) -> Plan:
@@ -48,6 +51,8 @@ def expand_tiles(path: str, rank: int) -> list[Tiles]:
 
 def paths_of(key: Key) -> list[Path]:
     """The ways through the op that can serve a row, by launch: w13_shrink and so on of experts, shrink and expand of dense layers."""
+    if key.op == "moe_lora_prefill":
+        return [Path(name=name, candidates=candidates) for name, candidates in prefill_candidates(key).items()]
     if key.op == "dense_lora":
         names = ["pairs"] * (key.tokens <= PAIRS_TO_TOKENS) + ["slots"] * (key.tokens >= SLOTS_FROM_TOKENS)
         launches = ("shrink", "expand")

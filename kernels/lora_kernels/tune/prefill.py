@@ -1,0 +1,101 @@
+"""Candidates for an expert layer at prefill: around the rule's plan, each list tile and each form of the w2 expand a path of its own."""
+
+from dataclasses import replace
+from typing import Any
+
+from lora_kernels.bench.models import MOE
+from lora_kernels.bench.rows import Key
+from lora_kernels.configs.plans import LayerShape
+from lora_kernels.moe_prefill.plan import PrefillPlan, Tiles, plan_prefill
+
+LIST_BLOCKS = (16, 32, 64, 128)
+MOST_PARTS = 3
+
+
+def layer_shape(key: Key) -> LayerShape:
+    model = MOE[key.model]
+    return LayerShape(
+        dtype="bfloat16",
+        rank=key.rank,
+        hidden_size=model.hidden,
+        intermediate_size=model.intermediate,
+        slices=model.slices,
+        num_experts=model.experts,
+        top_k=model.top_k,
+        num_adapters=key.adapters,
+        num_tokens=key.tokens,
+    )
+
+
+def rule(shape: LayerShape) -> PrefillPlan:
+    return plan_prefill(
+        num_tokens=shape.num_tokens,
+        top_k=shape.top_k,
+        num_adapters=shape.num_adapters,
+        num_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        rank=shape.rank,
+    )
+
+
+def prefill_candidates(key: Key) -> dict[str, dict[str, list[Any]]]:
+    """By path: candidates of every field of `PrefillPlan`."""
+    shape = layer_shape(key)
+    start = rule(shape)
+    found = {}
+    for block_m in (block for block in LIST_BLOCKS if start.block_m / 2 <= block <= start.block_m * 2):
+        for dense in (start.dense, not start.dense):
+            found[f"tiles of {block_m}, {'one GEMM' if dense else 'added'}"] = {
+                "block_m": [block_m],
+                "dense": [dense],
+                "shrink": _shrinks(start.shrink, block_m, shape),
+                "activate": _activations(start.activate, block_m, shape),
+                "add_down": [start.add_down] if dense else _downs(start.add_down, block_m, shape),
+            }
+    return found
+
+
+def _shrinks(start: Tiles, block_m: int, shape: LayerShape) -> list[Tiles]:
+    blocks = {min(start.block_m, block_m), block_m, max(16, block_m // 2)}
+    options = [
+        replace(start, block_m=block, parts=parts, num_warps=warps, num_stages=stages)
+        for block in sorted(blocks)
+        for parts in _parts(shape.hidden_size, start.block_n)
+        for warps, stages in ((4, 3), (4, 4), (4, 5), (8, 4))
+    ]
+    return _from(replace(start, block_m=min(start.block_m, block_m)), options)
+
+
+def _activations(start: Tiles, block_m: int, shape: LayerShape) -> list[Tiles]:
+    blocks = {min(start.block_m, block_m), min(block_m, 64), min(block_m, 32)}
+    options = [
+        replace(start, block_m=block, block_n=block_n, parts=parts, num_warps=4, num_stages=stages)
+        for block in sorted(blocks)
+        for block_n in (32, 64)
+        for parts in _parts(shape.intermediate_size, block_n)
+        for stages in (2, 3)
+    ]
+    return _from(replace(start, block_m=min(start.block_m, block_m)), options)
+
+
+def _downs(start: Tiles, block_m: int, shape: LayerShape) -> list[Tiles]:
+    options = [
+        replace(start, block_m=block, block_n=block_n, parts=parts, num_warps=warps)
+        for block in sorted({min(block_m, 64), min(block_m, 32)})
+        for block_n, warps in ((64, 4), (128, 8), (128, 4))
+        for parts in _parts(shape.hidden_size, block_n)
+    ]
+    return _from(replace(start, block_m=min(start.block_m, block_m)), options)
+
+
+def _parts(size: int, block: int) -> list[int]:
+    """Numbers of programs that share a tile evenly."""
+    if size % block:
+        return [1]
+    return [parts for parts in range(1, MOST_PARTS + 1) if size // block % parts == 0]
+
+
+def _from(start: Tiles, options: list[Tiles]) -> list[Tiles]:
+    """The search begins at the rule's."""
+    return [start, *(tiles for tiles in options if tiles != start)]
