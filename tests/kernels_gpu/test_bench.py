@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_kernels.bench import results
+from lora_kernels.bench import readme, results
 from lora_kernels.bench.revision import STAMP, digest, revision
-from lora_kernels.bench.routing import ROUTINGS, draw_adapters, draw_experts
-from lora_kernels.bench.rows import Key, key_of, row_of
+from lora_kernels.bench.routing import draw_adapters, draw_experts
+from lora_kernels.bench.rows import ROUTINGS, Key, key_of, row_of
 from lora_kernels.bench.selection import OPS, Wanted, select
 
 KEY = Key(op="moe_lora", model="gptoss-20b", tokens=8, adapters=8, rank=32)
@@ -89,3 +89,19 @@ def test_skewed_routing_is_skewed_the_way_it_says(together: bool) -> None:
     assert counts["zipf"][0] > 2 * counts["zipf"][7]
     experts, _ = draw_experts("hot_cell", 800, experts=32, top_k=4, draw=draw)
     assert bool((experts == 0).any(dim=1).all())
+
+
+def test_the_readmes_tables_are_those_of_the_file_of_figures() -> None:
+    text = readme.README.read_text()
+    assert readme.write_tables(text, json.loads(readme.FIGURES.read_text())["rows"]) == text
+
+
+def test_every_table_is_made_of_rows_that_are_there() -> None:
+    shapes = [KEY, SKEWED, *select(Wanted(models=["gptoss-20b", "qwen3-32b"]))]
+    rows = [measured(key, 50.0, None if key.tokens == 8 else 100.0) for key in shapes]
+    for name in readme.TABLES:
+        made = readme.write_tables(f"<!-- figures: {name} -->\n<!-- end -->", rows)
+        lines = [line for line in made.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1
+        assert "nan" not in made
+    assert "2.0×" in readme.write_tables("<!-- figures: dense -->\n<!-- end -->", rows)

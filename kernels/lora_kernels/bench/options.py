@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from lora_kernels.bench.models import DENSE, MOE
-from lora_kernels.bench.routing import ROUTINGS
+from lora_kernels.bench.rows import ROUTINGS
 from lora_kernels.bench.selection import MODELS, OPS, Wanted
 
 

@@ -2,10 +2,6 @@
 
 import torch
 
-ROUTINGS = ("uniform", "zipf", "one_adapter", "hot_cell")
-"""zipf: experts and adapters with odds 1, 1/2, 1/3, ... one_adapter: of all the slots one is used. hot_cell: that, and expert 0 is
-among every token's choices, so one (adapter, expert) cell has as many pairs as there are tokens."""
-
 
 def draw_experts(routing: str, num_tokens: int, *, experts: int, top_k: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [num_tokens, top_k] int32, without repetition in a row; weights float32, each row's sum 1)."""

@@ -3,6 +3,9 @@
 from dataclasses import asdict, dataclass
 
 Row = dict[str, str | int | float | None]
+ROUTINGS = ("uniform", "zipf", "one_adapter", "hot_cell")
+"""zipf: experts and adapters with odds 1, 1/2, 1/3, ... one_adapter: of all the slots one is used. hot_cell: that, and expert 0 is
+among every token's choices, so one (adapter, expert) cell has as many pairs as there are tokens."""
 DEFAULTS = {"layer": "", "routing": "uniform"}
 """Left out of a row where they hold."""
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lora_kernels.bench.models import DENSE, MOE, DenseLayer
-from lora_kernels.bench.routing import ROUTINGS
-from lora_kernels.bench.rows import Key
+from lora_kernels.bench.rows import ROUTINGS, Key
 
 OPS = ("moe", "dense", "prefill", "work_list")
 MODELS = ("gptoss-20b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-32b-tp4", "llama-3.3-70b", "llama-3.3-70b-tp4")
