@@ -6,7 +6,7 @@ ALL_TESTS := tests/unit tests/contracts tests/integration tests/chaos tests/kern
 TESTS ?= $(ALL_TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-kernels
+.PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-kernels sanitize-kernels
 
 help:
 	@echo "make up [ARGS=...]    start Tenantry here (ARGS=--help lists the options)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-switch     what changing the adapter costs on the real engine"
 	@echo "make bench-start      seconds to start, memory of each process"
 	@echo "make bench-kernels    on a GPU, with vLLM in KERNELS_PYTHON: kernels beside vLLM's, after their tests"
+	@echo "make sanitize-kernels the same tests under NVIDIA's compute-sanitizer"
 	@echo "make venv             only install into .venv"
 	@echo "make pins             write constraints/ from what .venv holds"
 	@echo "make clean            remove .venv, .venv-kernels and .tenantry (the data of make up)"
@@ -50,6 +51,9 @@ test-kernels: venv-kernels
 
 bench-kernels: venv-kernels
 	@PYTHONPATH="$(KERNELS_PATH)" $(KERNELS_PYTHON) -m lora_kernels.bench $(ARGS)
+
+sanitize-kernels: venv-kernels
+	@PYTHONPATH="$(KERNELS_PATH)" $(KERNELS_PYTHON) -m lora_kernels.bench.sanitize $(ARGS)
 
 check: venv
 	@$(BIN)/ruff check .

@@ -37,7 +37,9 @@ def start_tests(ops: Sequence[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(TESTS / "pytest.ini"), "--rootdir", str(TESTS), "--confcutdir", str(TESTS)]
     workers = max(1, (os.cpu_count() or 2) // 2)
     command += ["-n", str(workers)] if _has_xdist() else []
-    return subprocess.Popen([*command, "-p", "no:cacheprovider", *files], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command += ["-p", "no:cacheprovider", *files]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # their references run on the CPU, in as many processes as there are cores
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def _has_xdist() -> bool:

@@ -36,7 +36,7 @@ def small_tests(files: list[Path], only: str) -> list[str]:
 def run_shards(tool: str, tests: list[str], *, processes: int, limit_s: float) -> int:
     """Prints a line for each process and what is wrong in full; 0 where all ended without a finding and green."""
     options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", "9", "--print-limit", "20"]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     shards = [tests[first::processes] for first in range(processes) if tests[first::processes]]
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
