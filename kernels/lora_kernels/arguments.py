@@ -1,11 +1,15 @@
 """Argument checks of the ops: each failure is a ValueError that names the argument, what was expected and what was given."""
 
+import os
 from collections.abc import Sequence
 
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IDS = (torch.int32, torch.int64)
+CHECK_VALUES = os.environ.get("LORA_KERNELS_CHECK_VALUES") == "1"
+"""Whether every op reads ids and ranks back from the device to check them: a synchronisation a call, for finding a caller's mistake."""
+
 GRID_LIMIT = 65_535
 """What the second and third dimension of a launch's grid can hold."""
 
@@ -73,6 +77,30 @@ def three(stacks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, t
     """The kernels take three pointers; those beyond the slices are never followed."""
     first = stacks[0]
     return first, stacks[1] if len(stacks) > 1 else first, stacks[2] if len(stacks) > 2 else first
+
+
+def check_values(
+    token_slots: torch.Tensor,
+    topk_ids: torch.Tensor | None,
+    slot_ranks: torch.Tensor | None,
+    *,
+    num_slots: int,
+    num_experts: int,
+    rank: int,
+) -> None:
+    """`check_ids`, and each slot's own rank, where LORA_KERNELS_CHECK_VALUES is 1 and no graph is being captured.
+
+    Without it the kernels take such an id for no adapter, and a rank above the slot's for the slot's.
+
+    :raises ValueError: an id or a rank is out of range.
+    """
+    if not CHECK_VALUES or (token_slots.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    check_ids(token_slots, topk_ids, num_slots=num_slots, num_experts=num_experts)
+    if slot_ranks is not None and num_slots:
+        own = slot_ranks[:num_slots]
+        low, high = int(own.min()), int(own.max())
+        check("slot_ranks", f"ranks in [0, {rank}]", f"ranks from {low} to {high}", holds=low >= 0 and high <= rank)
 
 
 def check_ids(token_slots: torch.Tensor, topk_ids: torch.Tensor | None, *, num_slots: int, num_experts: int) -> None:

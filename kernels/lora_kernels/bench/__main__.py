@@ -32,7 +32,7 @@ TESTS_OF = {
 
 def start_tests(ops: Sequence[str]) -> subprocess.Popen[str]:
     """The tests of the ops, over half of the cores where pytest-xdist is there."""
-    patterns = {"test_configs.py", *(pattern for op in ops for pattern in TESTS_OF[op])}
+    patterns = {"test_configs.py", "test_arguments.py", *(pattern for op in ops for pattern in TESTS_OF[op])}
     files = sorted({str(file) for pattern in patterns for file in TESTS.glob(pattern)})
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(TESTS / "pytest.ini"), "--rootdir", str(TESTS), "--confcutdir", str(TESTS)]
     workers = max(1, (os.cpu_count() or 2) // 2)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from lora_kernels.arguments import DTYPES, check, check_routing, check_slots, check_stacks, check_tensor, three
+from lora_kernels.arguments import DTYPES, check, check_routing, check_slots, check_stacks, check_tensor, check_values, three
 from lora_kernels.configs import Tiles, padded_rank, tuned
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_expand.kernel import expand_groups_kernel, expand_pairs_kernel
@@ -44,6 +44,7 @@ def moe_expand_(
     shape = (None, num_pairs, len(lora_b), padded_rank(rank))
     check_tensor("partials", partials, shape=shape, dtypes=(torch.float32,), device=out.device)
     check_slots(slots, slot_enabled, slot_ranks, device=out.device)
+    check_values(token_slots, topk_ids, slot_ranks, num_slots=slots, num_experts=num_experts, rank=rank)
     if topk_weights is not None:
         check_tensor("topk_weights", topk_weights, shape=(num_tokens, top_k), dtypes=DTYPES, device=out.device)
     if num_pairs == 0:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from lora_kernels.arguments import DTYPES, check, check_routing, check_slots, check_stacks, check_tensor, three
+from lora_kernels.arguments import DTYPES, check, check_routing, check_slots, check_stacks, check_tensor, check_values, three
 from lora_kernels.configs import Tiles, padded_rank, tuned
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_shrink.kernel import shrink_groups_kernel, shrink_pairs_kernel
@@ -42,6 +42,7 @@ def moe_shrink(
     for index, stack in enumerate(lora_a):
         check(f"lora_a[{index}]", f"[*, *, {rank}, {x.shape[1]}]", list(stack.shape), holds=stack.shape[2:] == (rank, x.shape[1]))
     check_slots(slots, slot_enabled, slot_ranks, device=x.device)
+    check_values(token_slots, topk_ids, slot_ranks, num_slots=slots, num_experts=num_experts, rank=rank)
     pairs_per_row = 1 if len(x) == num_pairs else top_k
     shape = {"rank": rank, "width": k, "slices": len(lora_a), "adapters": slots, "rows": num_pairs, "rows_sharing_x": pairs_per_row}
     tiles = tiles or tuned("moe_shrink", x, **shape)
