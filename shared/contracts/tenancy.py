@@ -32,7 +32,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part. `held_*`: the most that it may still be using of earlier, larger parts; equal once it has acknowledged.
 
-    None: not limited. The sum over workers of max(part, held) never passes the quota.
+    None: not limited. The sum over workers of max(part, held) never passes the quota. Enforced by that `incarnation` alone: a
+    worker that finds another's here, or no part of its own under limits, has none until it is given one.
     """
 
     incarnation: str
