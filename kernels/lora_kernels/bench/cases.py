@@ -17,6 +17,9 @@ from lora_kernels.pair_groups import can_group
 STEPS = 48
 MOE_LAYERS = 6
 PREFILL_LAYERS = 4
+PREFILL_STEPS = 12
+SPREAD_BYTES = 400_000_000
+"""Weights that dense layers take turns over: several times the L2."""
 Step = Callable[[int], object]
 
 
@@ -34,19 +37,19 @@ class Case:
     units: int = 1
 
 
-def build(key: Key, *, small: bool = False) -> Case:
-    """small: one step on one set of weights, which compiles the same kernels.
+def build(key: Key, *, steps: int = STEPS, layers: int = MOE_LAYERS) -> Case:
+    """steps, layers: 1 and 1 compile the same kernels. At prefill, where a step is a chain of layers, four at most.
 
     :raises ValueError: nothing here is measured under that op, model or layer.
     """
     if key.op == "moe_lora":
-        return _moe(key, small=small)
+        return _moe(key, steps, layers)
     if key.op == "dense_lora":
-        return _dense(key, small=small)
+        return _dense(key, steps, layers)
     if key.op == "moe_lora_prefill":
-        return _prefill(key, small=small)
+        return _prefill(key, steps, layers)
     if key.op == "work_list":
-        return _prefill_list(key, small=small) if key.tokens >= PREFILL_FROM else _decode_list(key, small=small)
+        return _prefill_list(key, layers) if key.tokens >= PREFILL_FROM else _decode_list(key, steps)
     raise ValueError(f"op: expected moe_lora, dense_lora, moe_lora_prefill or work_list, given {key.op!r}")
 
 
@@ -55,8 +58,8 @@ def _batch(key: Key, *, layers: int, steps: int) -> Batch:
     return bench.batch(key.tokens, steps=steps, adapters=key.adapters, routing=key.routing)
 
 
-def _moe(key: Key, *, small: bool) -> Case:
-    batch = _batch(key, layers=1 if small else MOE_LAYERS, steps=1 if small else STEPS)
+def _moe(key: Key, steps: int, layers: int) -> Case:
+    batch = _batch(key, layers=layers, steps=steps)
 
     def vllm() -> Step:
         batch.prepare_vllm()
@@ -65,12 +68,12 @@ def _moe(key: Key, *, small: bool) -> Case:
     return Case(steps=len(batch.steps), ours=batch.ours, vllm=vllm, floor_bytes=batch.floor_bytes())
 
 
-def _decode_list(key: Key, *, small: bool) -> Case:
+def _decode_list(key: Key, steps: int) -> Case:
     model = MOE[key.model]
     pairs = key.tokens * model.top_k
     if not can_group(pairs, num_slots=key.adapters, num_experts=model.experts):
         raise ValueError(f"tokens: expected a batch that decode groups, given {key.tokens}")
-    batch = _batch(key, layers=1, steps=1 if small else STEPS)
+    batch = _batch(key, layers=1, steps=steps)
 
     def ours(index: int) -> object:
         step = batch.steps[index]
@@ -84,10 +87,10 @@ def _decode_list(key: Key, *, small: bool) -> Case:
     return Case(steps=len(batch.steps), ours=ours, vllm=vllm if aligns else None, floor_bytes=4 * (2 * pairs + key.tokens))
 
 
-def _dense(key: Key, *, small: bool) -> Case:
+def _dense(key: Key, steps: int, layers: int) -> Case:
     layer = next(layer for layer in DENSE if (layer.model, layer.layer) == (key.model, key.layer))
-    steps = 2 if small else STEPS if key.tokens < PREFILL_FROM else STEPS // 4
-    spread = 1 if small else 400_000_000
+    steps = steps if key.tokens < PREFILL_FROM else min(steps, PREFILL_STEPS)
+    spread = 1 if layers == 1 else SPREAD_BYTES
     options = {"slots": key.adapters, "adapters": key.adapters, "rank": key.rank, "routing": key.routing}
     bench = DenseBench(layer, key.tokens, spread_bytes=spread, steps=steps, **options)
 
@@ -98,18 +101,18 @@ def _dense(key: Key, *, small: bool) -> Case:
     return Case(steps=steps, ours=bench.ours, vllm=vllm, floor_bytes=bench.floor_bytes())
 
 
-def _layers(key: Key, *, small: bool) -> list[LayerTensors]:
+def _layers(key: Key, layers: int) -> list[LayerTensors]:
     model = next(model for model in PREFILL_MODELS if model.name == key.model)
-    return make_layers(model, key.tokens, key.adapters, key.rank, count=1 if small else PREFILL_LAYERS, routing=key.routing)
+    return make_layers(model, key.tokens, key.adapters, key.rank, count=min(layers, PREFILL_LAYERS), routing=key.routing)
 
 
 def _peers(layers: list[LayerTensors]) -> list[VllmLayer]:
     return [VllmLayer(layer.lora, layer.topk_ids, layer.token_adapters) for layer in layers]
 
 
-def _prefill(key: Key, *, small: bool) -> Case:
+def _prefill(key: Key, _: int, count: int) -> Case:
     model = next(model for model in PREFILL_MODELS if model.name == key.model)
-    layers = _layers(key, small=small)
+    layers = _layers(key, count)
     plan = plan_of(layers[0], model)
 
     def vllm() -> Step:
@@ -120,9 +123,9 @@ def _prefill(key: Key, *, small: bool) -> Case:
     return Case(steps=1, ours=lambda _: run_forward(layers, plan), vllm=vllm, floor_bytes=bytes_a_layer, units=len(layers))
 
 
-def _prefill_list(key: Key, *, small: bool) -> Case:
+def _prefill_list(key: Key, count: int) -> Case:
     model = next(model for model in PREFILL_MODELS if model.name == key.model)
-    layers = _layers(key, small=small)
+    layers = _layers(key, count)
     plan = plan_of(layers[0], model)
 
     def vllm() -> Step:

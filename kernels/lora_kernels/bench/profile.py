@@ -10,17 +10,20 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from lora_kernels.bench.rows import Key
 
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats")
 METRICS = "dram__bytes_read.sum,dram__bytes_write.sum"
+MARK = "spin_kernel"
+"""What torch.cuda._sleep launches: stands between two keys."""
 STALL = "smsp__average_warps_issue_stalled_"
 
 
-def profile(key: Key, *, peer: bool) -> list[dict[str, str]]:
-    """ncu's raw values, a dict for each kernel.
+def profile(keys: Sequence[Key], *, peer: bool) -> list[list[dict[str, str]]]:
+    """ncu's raw values for each key: a dict for each kernel.
 
     :raises RuntimeError: ncu did not run, or saw no kernel.
     """
@@ -28,32 +31,47 @@ def profile(key: Key, *, peer: bool) -> list[dict[str, str]]:
     for section in SECTIONS:
         command += ["--section", section]
     command += ["--metrics", METRICS, "--page", "raw", "--csv", "--print-units", "base"]
-    command += [sys.executable, "-m", "lora_kernels.bench.profile", "--child", json.dumps(asdict(key) | {"peer": peer})]
+    command += [
+        sys.executable,
+        "-m",
+        "lora_kernels.bench.profile",
+        "--child",
+        json.dumps({"peer": peer, "keys": [asdict(key) for key in keys]}),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = ran.stdout.splitlines()
     starts = [index for index, text in enumerate(lines) if text.startswith('"ID"')]
     if not starts:
         raise RuntimeError(f"ncu gave no table: {ran.stdout[-1500:]} {ran.stderr[-1500:]}")
     table = csv.DictReader(io.StringIO("\n".join(lines[starts[0] :])))
-    return [row for row in table if row["ID"]]  # the second line holds units
+    found: list[list[dict[str, str]]] = [[]]
+    for row in table:
+        if MARK in (row["Kernel Name"] or ""):
+            found.append([])
+        elif row["ID"]:  # the line below the head holds units
+            found[-1].append(row)
+    return found[:-1]
 
 
 def run_child(text: str) -> None:
-    """Compiles on one step, then lets ncu see another."""
+    """For each key: compiles on one step, then lets ncu see another, and a mark."""
     import torch
 
     from lora_kernels.bench.cases import build
 
     wanted = json.loads(text)
-    peer = wanted.pop("peer")
-    case = build(Key(**wanted))
-    step = case.vllm() if peer and case.vllm else case.ours
-    step(0)
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
-    step(min(1, case.steps - 1))
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+    for key in wanted["keys"]:
+        case = build(Key(**key), steps=2, layers=1)
+        step = case.vllm() if wanted["peer"] and case.vllm else case.ours
+        step(0)
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
+        step(case.steps - 1)
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
+        del case, step
+        torch.cuda.empty_cache()
 
 
 def number(row: dict[str, str], *names: str) -> float:
@@ -109,8 +127,8 @@ def main() -> int:
     parser.add_argument("--vllm", action="store_true", help="vLLM's kernels instead of ours")
     parser.add_argument("--raw", action="store_true", help="all that ncu gave, as JSON lines")
     chosen = parser.parse_args()
-    for key in select(wanted_of(chosen)):
-        rows = profile(key, peer=chosen.vllm)
+    keys = select(wanted_of(chosen))
+    for key, rows in zip(keys, profile(keys, peer=chosen.vllm), strict=True):
         if chosen.raw:
             sys.stdout.write("".join(json.dumps(row) + "\n" for row in rows))
         sys.stdout.write(f"{key}\n{describe(rows)}\n")
