@@ -41,7 +41,7 @@ KERNEL_TESTS := -m pytest -c tests/kernels_gpu/pytest.ini --rootdir tests/kernel
 
 KERNEL_FILES ?= tests/kernels_gpu
 # A minute in the interpreter; the rest takes several.
-QUICK_KERNEL_FILES := $(addprefix tests/kernels_gpu/test_,configs.py moe_decode.py dense_decode.py)
+QUICK_KERNEL_FILES := $(addprefix tests/kernels_gpu/test_,arguments.py bench.py configs.py plans.py tune.py moe_decode.py dense_decode.py)
 
 venv-kernels:
 	@[ $(KERNELS_PYTHON) != .venv-kernels/bin/python ] || $(PYTHON) deploy/make_kernels_venv.py
