@@ -102,5 +102,14 @@ def _install_cpu() -> None:
     cpu.install()
 
 
-_PATHS = {"cpu": LoraPath(vllm_releases=("0.32",), stock_is_right=False, install=_install_cpu)}
+def _install_gpu() -> None:
+    from lora_kernels.vllm_plugin import gpu
+
+    gpu.install()
+
+
+_PATHS = {
+    "cpu": LoraPath(vllm_releases=("0.32",), stock_is_right=False, install=_install_cpu),
+    "cuda": LoraPath(vllm_releases=("0.26",), stock_is_right=True, install=_install_gpu),
+}
 """By vLLM's device type; a platform that is not here keeps vLLM's own path."""

@@ -1,0 +1,227 @@
+"""vLLM's punica wrapper on a GPU: the tables of a step without a host sync, and the layers' LoRA calls answered by our kernels.
+
+A call whose shape, dtype or layout is not ours goes to vLLM's own kernels, with one log line; so do embeddings, logits and
+fully sharded layers. In a step, or a captured graph, without adapters no LoRA kernel is launched at all.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from lora_kernels.dense_expand import dense_expand_
+from lora_kernels.dense_shrink import dense_shrink
+from lora_kernels.launch import Overlap
+from lora_kernels.moe_lora import Routing, moe_lora_
+from lora_kernels.vllm_plugin.step_tables import StepTables, slots_of
+
+log = logging.getLogger(__name__)
+
+MOST_DECODE_PAIRS = 4096
+"""(token, expert) pairs up to which the decode kernels serve; above, those of prefill or vLLM's own."""
+
+_wrappers: list["GpuLoraWrapper"] = []
+_told: set[str] = set()
+
+
+def tell_once(message: str) -> None:
+    """One warning a process, however often it is so."""
+    if message not in _told:
+        _told.add(message)
+        log.warning(message)
+
+
+class GpuLoraWrapper(PunicaWrapperGPU):
+    """any_adapter: whether a row of the step has an adapter."""
+
+    def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any) -> None:
+        super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        metas = (self.token_mapping_meta, self.prompt_mapping_meta)
+        self._tables = StepTables(self, metas, max_rows=max_num_batched_tokens, max_loras=self.max_loras)
+        self.any_adapter = False
+        self._number = len(_wrappers)
+        _wrappers.append(self)
+
+    def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any) -> None:
+        self.is_prefill = mapping.is_prefill
+        tokens = slots_of(mapping.index_mapping, lora_index_to_id)
+        samples = slots_of(mapping.prompt_mapping, lora_index_to_id)
+        self._tables.write(tokens, samples, max_loras=max_loras, vocab_size=vocab_size)
+        self.indices_len[:] = [len(tokens), len(samples), len(samples), len(tokens)]
+        self.any_adapter = bool((tokens >= 0).any())
+
+    def token_slots(self, num_tokens: int) -> torch.Tensor:
+        """[num_tokens] int32, -1 for rows without an adapter."""
+        return self.token_mapping_meta.token_lora_mapping[:num_tokens]
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if scale != 1.0 or not kwargs.get("add_inputs", True):
+            super().add_lora_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer=buffer, **kwargs)
+            return
+        # One operation, opaque to the compiler: which launches it makes is decided when a graph is captured.
+        torch.ops.vllm.tenantry_dense_lora(y, x, list(lora_a_stacked), list(lora_b_stacked), list(output_slices), self._number)
+
+    def dense(self, y: torch.Tensor, x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], output_slices: list[int]) -> None:
+        """y += B A x on the rows with adapters."""
+        if not self.any_adapter:
+            return
+        x = x.view(-1, x.shape[-1])
+        slots = self.token_slots(len(x))
+        try:
+            # The kernel before wrote neither slots nor adapters.
+            partials = dense_shrink(x, a, slots, overlap=Overlap.IDS_SETTLED)
+            dense_expand_(y.view(-1, y.shape[-1]), partials, b, slots)
+        except ValueError as error:
+            tell_once(f"a dense layer is served by vLLM's own LoRA kernels: {error}")
+            super().add_lora_linear(y, x, tuple(a), tuple(b), 1.0, tuple(output_slices))
+
+    def add_lora_w13(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        num_tokens: int,
+        top_k_num: int,
+        max_loras: int,
+        adapter_enabled: torch.Tensor,
+        local_num_experts: int,
+        top_k: int,
+        num_slices: int,
+        fully_sharded: bool,
+        use_tuned_config: bool,
+        add_inputs: bool = True,
+        token_lora_mapping: torch.Tensor | None = None,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Adds to y, [num_tokens, top_k, N], before the activation. The first of what it returns is for add_lora_w2: the routing
+        where our kernels serve, else vLLM's sorted ids."""
+        if self.no_adapter_here(token_lora_mapping):
+            return None, None, None, None
+        reason = _not_ours(topk_ids, fully_sharded=fully_sharded, add_inputs=add_inputs)
+        if reason is None:
+            routing = Routing(
+                token_slots=self.token_slots(num_tokens) if token_lora_mapping is None else token_lora_mapping[:num_tokens],
+                topk_ids=local_ids(topk_ids, expert_map),
+                num_slots=max_loras,
+                num_experts=local_num_experts,
+                slot_enabled=adapter_enabled,
+            )
+            try:
+                out = y.view(num_tokens, top_k_num, y.shape[-1])
+                moe_lora_(out, x, unshared(lora_a_stacked), lora_b_stacked, routing, overlap=Overlap.IDS_SETTLED)
+            except ValueError as error:
+                reason = str(error)
+            else:
+                return routing, None, None, token_lora_mapping
+        tell_once(f"an expert layer is served by vLLM's own LoRA kernels: {reason}")
+        return super().add_lora_w13(
+            y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights, expert_map, w1, w2, num_tokens, top_k_num, max_loras,
+            adapter_enabled, local_num_experts, top_k, num_slices, fully_sharded, use_tuned_config, add_inputs=add_inputs,
+            token_lora_mapping=token_lora_mapping,
+        )  # fmt: skip
+
+    def add_lora_w2(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        topk_weights: torch.Tensor,
+        sorted_token_ids_lora: Any,
+        expert_ids_lora: torch.Tensor | None,
+        num_tokens_post_padded_lora: torch.Tensor | None,
+        token_lora_mapping: torch.Tensor | None,
+        num_tokens: int,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        top_k_num: int,
+        max_loras: int,
+        adapter_enabled: torch.Tensor,
+        top_k: int,
+        fully_sharded: bool,
+        tp_rank: int,
+        use_tuned_config: bool,
+        add_inputs: bool = True,
+    ) -> None:
+        """Adds, times the router's weights, to y, [num_tokens, top_k, H], before the sum over choices."""
+        if self.no_adapter_here(token_lora_mapping):
+            return
+        if isinstance(sorted_token_ids_lora, Routing):
+            out = y.view(num_tokens, top_k_num, y.shape[-1])
+            a, b, routing = lora_a_stacked, unshared(lora_b_stacked), sorted_token_ids_lora
+            moe_lora_(out, x, a, b, routing, topk_weights=topk_weights, overlap=Overlap.IDS_SETTLED)
+            return
+        super().add_lora_w2(
+            y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora, expert_ids_lora,
+            num_tokens_post_padded_lora, token_lora_mapping, num_tokens, w1, w2, top_k_num, max_loras, adapter_enabled, top_k,
+            fully_sharded, tp_rank, use_tuned_config, add_inputs=add_inputs,
+        )  # fmt: skip
+
+    def no_adapter_here(self, token_lora_mapping: torch.Tensor | None) -> bool:
+        """Rows dispatched from other ranks (a mapping of their own) may have adapters that this rank's step has not."""
+        return token_lora_mapping is None and not self.any_adapter
+
+
+def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """Expert ids as this rank counts them, -1 where the expert lives on another."""
+    if expert_map is None:
+        return topk_ids
+    return torch.where(topk_ids >= 0, expert_map[topk_ids.clamp(min=0).long()].to(topk_ids.dtype), -1)
+
+
+def unshared(stacks: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """A factor that vLLM repeats for every expert by a stride of 0, as the one it is."""
+    return tuple(stack[:, :1] if stack.stride(1) == 0 else stack for stack in stacks)
+
+
+def _not_ours(topk_ids: torch.Tensor, *, fully_sharded: bool, add_inputs: bool) -> str | None:
+    if fully_sharded:
+        return "fully sharded adapters"
+    if not add_inputs:
+        return "the update apart from the base (a second stream)"
+    if topk_ids.numel() > MOST_DECODE_PAIRS:
+        return f"more than {MOST_DECODE_PAIRS} (token, expert) pairs"
+    return None
+
+
+def _dense_lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: list[torch.Tensor],
+    lora_b: list[torch.Tensor],
+    output_slices: list[int],
+    wrapper: int,
+) -> None:
+    _wrappers[wrapper].dense(y, x, lora_a, lora_b, output_slices)
+
+
+def _dense_lora_shape(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: list[torch.Tensor],
+    lora_b: list[torch.Tensor],
+    output_slices: list[int],
+    wrapper: int,
+) -> None:
+    return
+
+
+direct_register_custom_op("tenantry_dense_lora", _dense_lora, mutates_args=["y"], fake_impl=_dense_lora_shape)

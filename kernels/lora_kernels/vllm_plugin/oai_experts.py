@@ -1,0 +1,95 @@
+"""MXFP4 experts on matmul_ogs with LoRA: both products read and write rows in the order of (token, choice) pairs, so that no copy
+stands between them and the seams; a step without adapters runs vLLM's own fused kernels on the same weights."""
+
+import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as oai
+from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMetadata
+from vllm.model_executor.layers.fused_moe.utils import _resize_cache
+
+from lora_kernels.vllm_plugin.expert_seams import SeamExperts
+
+
+class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
+    """vLLM's weights, workspaces and limits; a schedule of our own."""
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """output, hidden_states: [num_tokens, H] bfloat16. w1, w2: triton_kernels tensors [E, H, 2I] and [E, I, H]."""
+        context, config = self._lora_context, self.quant_config
+        if context is None or context.punica_wrapper.no_adapter_here(context.local_token_lora_mapping):
+            schedule = oai.OAITritonExperts if activation == MoEActivation.SWIGLUOAI else oai.UnfusedOAITritonExperts
+            schedule.apply(
+                self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
+                a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
+            )  # fmt: skip
+            return
+        num_tokens, top_k = topk_ids.shape
+        num_pairs, width, hidden_size = num_tokens * top_k, w1.shape[2], hidden_states.shape[1]
+        local = topk_ids if expert_map is None else oai.remap_topk_to_local(topk_ids, expert_map)
+        routing, pairs, places = self._make_routing_data(local, topk_weights, w1.shape[0])
+        # One choice a row: rows of x are named by their token, and results go to their pair's row, unsummed.
+        routing.n_expts_act = 1
+        tokens = oai.GatherIndx(src_indx=pairs.src_indx // top_k, dst_indx=pairs.dst_indx)
+        weights = routing.gate_scal
+        layer = {"num_tokens": num_tokens, "top_k_num": top_k, "w1": w1, "w2": w2, "topk_weights": topk_weights}
+
+        gate_up = _resize_cache(workspace2, (1, num_pairs, width))
+        oai.matmul_ogs(
+            hidden_states,
+            w1,
+            config.w1_bias,
+            routing,
+            gather_indx=tokens,
+            scatter_indx=places,
+            precision_config=config.w1_precision,
+            gammas=weights if apply_router_weight_on_input else None,
+            y=gate_up,
+        )
+        gate_up = gate_up.view(num_pairs, width)
+        groups = self.apply_w13_lora(context, y=gate_up, x=hidden_states, topk_ids=topk_ids, expert_map=expert_map, **layer)
+        hidden = _resize_cache(workspace13, (num_pairs, self.adjust_N_for_activation(width, activation)))
+        self.activation(activation, hidden, gate_up)
+
+        down = _resize_cache(workspace2, (1, num_pairs, hidden_size))
+        oai.matmul_ogs(
+            hidden,
+            w2,
+            config.w2_bias,
+            routing,
+            gather_indx=pairs,
+            scatter_indx=places,
+            precision_config=config.w2_precision,
+            gammas=None if apply_router_weight_on_input else weights,
+            y=down,
+        )
+        down = down.view(num_tokens, top_k, hidden_size)
+        sorted_ids, expert_ids, sizes, mapping = groups
+        self.apply_w2_lora(
+            context,
+            y=down,
+            x=hidden,
+            sorted_token_ids_lora=sorted_ids,
+            expert_ids_lora=expert_ids,
+            num_tokens_post_padded_lora=sizes,
+            token_lora_mapping=mapping,
+            **layer,
+        )
+        if not self.sum_fused(down, output):
+            oai.masked_moe_sum(down, local, output)

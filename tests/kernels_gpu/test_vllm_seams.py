@@ -1,0 +1,217 @@
+"""The GPU plugin on vLLM 0.26's own classes: the wrapper's expert and dense calls, and the seams of an experts class.
+
+Needs that vLLM to be importable (its source is enough: the interpreter runs the kernels); skipped elsewhere.
+"""
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's own imports
+    vllm = pytest.importorskip("vllm", reason="needs vLLM 0.26")
+    from lora_kernels.vllm_plugin import expert_seams, gpu_wrapper
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper import punica_gpu
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE, RANK, SLOTS = 18, 2, 4, 64, 32, 16, 3
+IDS = (7,) * 6 + (0,) * 5 + (9,) * 7
+SLOT_OF_TOKEN = (2,) * 6 + (-1,) * 5 + (0,) * 7
+SLOT_IDS = [9, None, 7]
+
+
+@pytest.fixture(autouse=True)
+def tables_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM hides its triton operations, and with them a plain dataclass, where no GPU is found."""
+    if not hasattr(punica_gpu, "LoRAKernelMeta"):
+        path = Path(vllm.__file__).parent / "lora/ops/triton_ops/lora_kernel_metadata.py"
+        spec = importlib.util.spec_from_file_location("lora_kernel_metadata", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "lora_kernel_metadata", module)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(punica_gpu, "LoRAKernelMeta", module.LoRAKernelMeta, raising=False)
+
+
+@pytest.fixture
+def wrapper() -> gpu_wrapper.GpuLoraWrapper:
+    config = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=False)
+    made = gpu_wrapper.GpuLoraWrapper(64, 8, torch.device(DEVICE), lora_config=config)
+    made.update_metadata(LoRAMapping(IDS, (7, 0, 9)), SLOT_IDS, SLOTS + 1, 1000)
+    return made
+
+
+@pytest.fixture
+def random() -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(3)
+    yield lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE)
+
+
+def routing(random: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return random(TOKENS, EXPERTS).topk(TOP_K).indices.int(), random(TOKENS, TOP_K).abs()
+
+
+def update(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, slot: int, expert: int) -> torch.Tensor:
+    a_expert, b_expert = min(expert, a.shape[1] - 1), min(expert, b.shape[1] - 1)
+    return b[slot, b_expert].double() @ (a[slot, a_expert].double() @ x.double())
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+def test_both_expert_projections_get_the_update_of_each_tokens_own_adapter(
+    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, slices: int, shared: bool
+) -> None:
+    ids, weights = routing(random)
+    x, y = random(TOKENS, HIDDEN), random(TOKENS, TOP_K, 2 * INTERMEDIATE)
+    a = tuple(random(SLOTS, 1 if shared else EXPERTS, RANK, HIDDEN) for _ in range(slices))
+    b = tuple(random(SLOTS, EXPERTS, 2 * INTERMEDIATE // slices, RANK) for _ in range(slices))
+    x2, y2 = random(TOKENS * TOP_K, INTERMEDIATE), random(TOKENS, TOP_K, HIDDEN)
+    a2, b2 = random(SLOTS, EXPERTS, RANK, INTERMEDIATE), random(SLOTS, 1 if shared else EXPERTS, HIDDEN, RANK)
+    enabled = torch.ones(SLOTS + 1, dtype=torch.int32, device=DEVICE)
+    expected, expected2 = y.double(), y2.double()
+    for token, slot in enumerate(SLOT_OF_TOKEN):
+        for choice in range(TOP_K if slot >= 0 else 0):
+            expert, pair = int(ids[token, choice]), token * TOP_K + choice
+            expected[token, choice] += torch.cat([update(a_, b_, x[token], slot, expert) for a_, b_ in zip(a, b, strict=True)])
+            expected2[token, choice] += weights[token, choice].double() * update(a2, b2, x2[pair], slot, expert)
+    base_rows, base_rows2 = y[6:11].clone(), y2[6:11].clone()
+
+    repeated = tuple(stack.expand(-1, EXPERTS, -1, -1) for stack in a)
+    passed = wrapper.add_lora_w13(
+        y, x, repeated, b, ids, weights, None, None, None, TOKENS, TOP_K, SLOTS, enabled, EXPERTS, TOP_K, slices, False, False
+    )  # fmt: skip
+    repeated2 = (b2.expand(-1, EXPERTS, -1, -1),)
+    wrapper.add_lora_w2(
+        y2, x2, (a2,), repeated2, weights, *passed, TOKENS, None, None, TOP_K, SLOTS, enabled, TOP_K, False, 0, False
+    )  # fmt: skip
+
+    assert error(y, expected) < 2e-6 and error(y2, expected2) < 2e-6
+    assert torch.equal(y[6:11], base_rows) and torch.equal(y2[6:11], base_rows2)
+
+
+def test_experts_of_other_ranks_are_left_alone(wrapper: gpu_wrapper.GpuLoraWrapper, random: Any) -> None:
+    ids, _ = routing(random)
+    expert_map = torch.tensor([-1, 0, 1, -1], dtype=torch.int32, device=DEVICE)
+
+    local = gpu_wrapper.local_ids(ids, expert_map)
+
+    assert local.tolist() == [[(-1, 0, 1, -1)[expert] for expert in row] for row in ids.tolist()]
+    skipped = torch.full((1, 1), -1, dtype=torch.int32, device=DEVICE)
+    assert gpu_wrapper.local_ids(skipped, expert_map).tolist() == [[-1]]
+
+
+def test_a_dense_layer_of_three_slices_is_updated_in_place(wrapper: gpu_wrapper.GpuLoraWrapper, random: Any) -> None:
+    widths = (48, 16, 16)
+    x, y = random(TOKENS, HIDDEN), random(TOKENS, sum(widths))
+    a, b = [random(SLOTS, 1, RANK, HIDDEN) for _ in widths], [random(SLOTS, 1, width, RANK) for width in widths]
+    expected = y.double()
+    for token, slot in enumerate(SLOT_OF_TOKEN):
+        if slot >= 0:
+            expected[token] += torch.cat([update(a_, b_, x[token], slot, 0) for a_, b_ in zip(a, b, strict=True)])
+
+    wrapper.dense(y, x, a, b, list(widths))
+
+    assert error(y, expected) < 2e-6
+
+
+def test_a_step_without_adapters_launches_nothing(wrapper: gpu_wrapper.GpuLoraWrapper, random: Any) -> None:
+    wrapper.update_metadata(LoRAMapping((0, 0), (0,)), SLOT_IDS, SLOTS + 1, 1000)
+    y = random(2, 16)
+    before = y.clone()
+
+    wrapper.dense(y, None, None, None, [])  # would fail at the first look at any of them
+
+    assert torch.equal(y, before)
+
+
+class TorchExperts:
+    """An experts class as vLLM's are built: hooks around two products."""
+
+    def __init__(self, activation: MoEActivation) -> None:
+        self.moe_config = SimpleNamespace(activation=activation)
+        self.quant_config = SimpleNamespace(gemm1_alpha=None, gemm1_beta=None, gemm1_clamp_limit=None)
+
+    def activation(self, activation: MoEActivation, output: torch.Tensor, input: torch.Tensor) -> None:
+        if activation == MoEActivation.SILU:
+            gate, up = input.chunk(2, -1)
+            output.copy_(torch.nn.functional.silu(gate) * up)
+        else:
+            gate, up = input[:, ::2].clamp(max=7), input[:, 1::2].clamp(-7, 7)
+            output.copy_((up + 1) * gate * torch.sigmoid(1.702 * gate))
+
+    def moe_sum(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        torch.sum(input, 1, out=output)
+
+    def run(self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        layer = {"topk_weights": weights, "w1": w1, "w2": w2, "num_tokens": len(x), "top_k_num": TOP_K}
+        gate_up = torch.einsum("tkoi,ti->tko", w1[ids.long()], x).contiguous()
+        passed = self.apply_w13_lora(self._lora_context, y=gate_up, x=x, topk_ids=ids, expert_map=None, **layer)
+        hidden = gate_up.new_empty(len(x) * TOP_K, INTERMEDIATE)
+        self.activation(self.moe_config.activation, hidden, gate_up.view(len(hidden), -1))
+        down = torch.einsum("tkoi,tki->tko", w2[ids.long()], hidden.view(len(x), TOP_K, -1)) * weights[..., None]
+        down = down.contiguous()
+        names = ("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping")
+        self.apply_w2_lora(self._lora_context, y=down, x=hidden, **layer, **dict(zip(names, passed, strict=True)))
+        out = x.new_empty(len(x), HIDDEN)
+        self.moe_sum(down, out)
+        return out
+
+
+class SeamTorchExperts(expert_seams.SeamExperts, TorchExperts):
+    pass
+
+
+@pytest.mark.parametrize(("activation", "slices"), [(MoEActivation.SILU, 2), (MoEActivation.SWIGLUOAI, 1)])
+def test_the_fused_path_in_the_seams_gives_what_the_path_by_call_gives(
+    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, monkeypatch: pytest.MonkeyPatch, activation: MoEActivation, slices: int
+) -> None:
+    context = MoELoRAContext(
+        w13_lora_a_stacked=tuple(random(SLOTS, EXPERTS, RANK, HIDDEN) / 8 for _ in range(slices)),
+        w13_lora_b_stacked=tuple(random(SLOTS, EXPERTS, 2 * INTERMEDIATE // slices, RANK) / 8 for _ in range(slices)),
+        w2_lora_a_stacked=(random(SLOTS, EXPERTS, RANK, INTERMEDIATE) / 8,),
+        w2_lora_b_stacked=(random(SLOTS, EXPERTS, HIDDEN, RANK) / 8,),
+        adapter_enabled=torch.ones(SLOTS + 1, dtype=torch.int32, device=DEVICE),
+        max_loras=SLOTS,
+        top_k=TOP_K,
+        w13_num_slices=slices,
+        fully_sharded=False,
+        tp_rank=0,
+        tp_size=1,
+        local_num_experts=EXPERTS,
+        punica_wrapper=wrapper,
+        use_tuned_config=False,
+    )
+    experts = SeamTorchExperts(activation)
+    experts.set_lora_context(context)
+    ids, weights = routing(random)
+    case = (random(TOKENS, HIDDEN), random(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 8, random(EXPERTS, HIDDEN, INTERMEDIATE) / 8, ids, weights)
+    by_call = experts.run(*case)
+    fused_calls = []
+    activate = expert_seams.PrefillStep.activate
+    monkeypatch.setattr(expert_seams.PrefillStep, "activate", lambda *call: (fused_calls.append(1), activate(*call)))
+    monkeypatch.setattr(expert_seams, "FEWEST_PAIRS", 1)
+
+    fused = experts.run(*case)
+    wrapper.any_adapter = False
+    base = experts.run(*case)
+
+    assert fused_calls == [1]
+    assert error(fused, by_call.double()) < 2e-6
+    assert error(base[:6], by_call[:6].double()) > 0.01
+    assert error(base[6:11], by_call[6:11].double()) < 2e-7
