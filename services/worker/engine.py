@@ -20,8 +20,11 @@ class LoadProof(msgspec.Struct, frozen=True, kw_only=True):
 
     modules_matched: int
     probe_difference: float  # largest |difference| of log-probabilities against the base's over a fixed probe
-    load_ms: float
+    load_ms: float  # in all, with the proof
     bytes_loaded: int
+    stage_ms: float = 0.0  # of it: reading and packing, before the engine has to do with it
+    mount_ms: float = 0.0  # of it: into the slot
+    true_bytes: int = 0  # what of the slot is the adapter's own
 
 
 class ReleaseProof(msgspec.Struct, frozen=True, kw_only=True):

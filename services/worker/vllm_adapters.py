@@ -11,13 +11,13 @@ import structlog
 
 from services.worker.chat_templates import ChatTemplates
 from services.worker.engine import LoadProof, ReleaseProof
+from services.worker.vllm_loading import CALL_LIMIT_S, Loading
 from services.worker.vllm_setup import VllmModules, available_bytes
 from shared.errors import EngineError, LoadFailed
 
 log = structlog.get_logger()
 
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
-CALL_LIMIT_S = 120.0  # one call to the engine about one adapter
 PROBE_TOKENS = 48
 LEAST_DIFFERENCE = 1e-6
 NOISE_FACTOR = 4.0  # batches of other sizes round differently: what two probes of the base differ by is not an effect
@@ -48,6 +48,7 @@ class LoadedAdapters:
         vllm: VllmModules,
         engine: Any,
         requests: MutableMapping[str, Any],
+        loading: Loading,
         slots: Mapping[str, Any],
         vocabulary: int,
         max_model_len: int,
@@ -56,9 +57,9 @@ class LoadedAdapters:
         self._vllm = vllm
         self._engine = engine
         self._requests = requests
+        self._loading = loading
         self._max_rank: int = slots["max_rank"]
         self._slots = len(slots["slots"])
-        self._slot_bytes: int = slots["slot_bytes"]
         self._prompt = probe_prompt(vocabulary, max_model_len - 2)
         self._ids: dict[int, str] = {}  # every id ever given out; none is used twice
         self._proofs: dict[str, LoadProof] = {}
@@ -105,7 +106,7 @@ class LoadedAdapters:
             try:
                 async with asyncio.timeout(CALL_LIMIT_S):
                     listed = await self._engine.list_loras()
-                    returned = sum([await self._release(int_id) for int_id in listed if self._name(int_id) == adapter_id])
+                    returned = sum([await self._loading.release(int_id) for int_id in listed if self._name(int_id) == adapter_id])
                     left = await self._names()
             except LoadFailed:
                 raise
@@ -148,16 +149,24 @@ class LoadedAdapters:
             )
 
     async def _load(self, request: Any, folder: Path, started_s: float) -> LoadProof:
-        if not await self._engine.add_lora(request):
-            raise LoadFailed("the engine did not take the adapter", reason="refused_by_engine")
-        load_ms = (time.monotonic() - started_s) * 1000.0
-        matched: list[str] = await self._in_worker("tenantry_adapter_modules", request.lora_int_id)
-        unmatched: list[str] = await self._in_worker("tenantry_unmatched_modules", request.lora_int_id)
-        if not matched:
-            raise LoadFailed("no module of the base matches the adapter's", reason="no_module_matched", unmatched=unmatched[:5])
-        if unmatched:
-            raise LoadFailed(f"the base has no place for {unmatched[0]}", reason="unmatched_modules", unmatched=unmatched[:5])
-        await self._engine.pin_lora(request.lora_int_id)
+        loaded = await self._loading.load(request, folder)
+        difference = loaded.image.probe_difference if loaded.image is not None else None
+        if difference is None:
+            difference = await self._proven_difference(request)
+        if loaded.image is not None:
+            loaded.image.probe_difference = difference
+        return LoadProof(
+            modules_matched=len(loaded.modules),
+            probe_difference=difference,
+            load_ms=(time.monotonic() - started_s) * 1000.0,
+            bytes_loaded=loaded.bytes_loaded,
+            stage_ms=loaded.stage_ms,
+            mount_ms=loaded.mount_ms,
+            true_bytes=loaded.true_bytes,
+        )
+
+    async def _proven_difference(self, request: Any) -> float:
+        """:raises LoadFailed: the adapter changes nothing, or answers with what is no number."""
         base = await self._probe(None)
         difference = largest_difference(base, await self._probe(request))
         noise = largest_difference(base, await self._probe(None))
@@ -169,8 +178,7 @@ class LoadedAdapters:
                 reason="no_effect",
                 probe_difference=difference,
             )
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        return LoadProof(modules_matched=len(matched), probe_difference=difference, load_ms=load_ms, bytes_loaded=size)
+        return difference
 
     async def _probe(self, request: Any) -> LogProbabilities:
         """Log-probabilities along the probe's prompt and of the token after it. The platform's own: past the governor, and with a
@@ -185,22 +193,11 @@ class LoadedAdapters:
         positions = [row for row in (*last.prompt_logprobs, *last.outputs[0].logprobs) if row]
         return [{token: entry.logprob for token, entry in row.items()} for row in positions]
 
-    async def _release(self, int_id: int) -> int:
-        """Bytes of the slot it held, zeroed and read back."""
-        slots = await self._in_worker("tenantry_slots")
-        index = next((slot["index"] for slot in slots["slots"] if slot["lora_int_id"] == int_id), None)
-        await self._engine.remove_lora(int_id)
-        if index is None:
-            return 0
-        if not await self._in_worker("tenantry_zero_slot", index):
-            raise LoadFailed("the adapter's slot could not be zeroed", reason="slot_not_zeroed", slot=index)
-        return self._slot_bytes
-
     async def _discard(self, int_id: int) -> None:
         """After a failed load: vLLM keeps the id of an adapter that it could not activate, and would serve half of it."""
         try:
             async with asyncio.timeout(CALL_LIMIT_S):
-                await asyncio.shield(self._release(int_id))
+                await asyncio.shield(self._loading.release(int_id))
         except Exception as error:  # noqa: BLE001  the load's own error is the one to report
             log.error("adapter.discard_failed", cause=type(error).__name__)
 
@@ -211,7 +208,3 @@ class LoadedAdapters:
             return LoadFailed(f"the engine did not answer within {CALL_LIMIT_S:.0f} s", reason="timeout")
         words = str(error).strip().splitlines() or [type(error).__name__]
         return LoadFailed(f"the engine refused the adapter: {words[-1]}", reason="refused_by_engine")
-
-    async def _in_worker(self, method: str, *args: Any) -> Any:
-        """The first worker's answer; with tensor parallelism every worker holds a share of the same modules."""
-        return (await self._engine.collective_rpc(method, timeout=CALL_LIMIT_S, args=args))[0]

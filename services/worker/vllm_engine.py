@@ -13,9 +13,11 @@ from services.worker import vllm_setup as setup
 from services.worker.chat_templates import OwnTemplate
 from services.worker.engine import AsgiApp, LoadProof, ReleaseProof
 from services.worker.engine_guard import EngineGuard
+from services.worker.engine_host_tier import HostTier
 from services.worker.governor import Governor, current_attempt
 from services.worker.vllm_adapters import LoadedAdapters
 from services.worker.vllm_client import GovernedClient
+from services.worker.vllm_loading import choose_loading
 from services.worker.vllm_setup import VllmSettings
 from shared.artifacts.base_model import describe_base
 from shared.artifacts.tensors import read_header
@@ -45,6 +47,7 @@ class VllmEngine:
         self._app: AsgiApp | None = None
         self._models: Any = None
         self._adapters: LoadedAdapters | None = None
+        self._tier: HostTier | None = None
         self._description: BaseDescription | None = None
         self._limits: EngineLimits | None = None
         self._processes: list[psutil.Process] = []
@@ -103,6 +106,8 @@ class VllmEngine:
             engine.engine_core.resources.ctx.destroy(linger=0)
         if self._adapters is not None:
             await self._adapters.templates.close()
+        if self._tier is not None:
+            await self._tier.close()
         await asyncio.to_thread(self._guard.end_all)
 
     async def wait_dead(self) -> str:
@@ -166,7 +171,8 @@ class VllmEngine:
         self._models = app.state.openai_serving_models
         self._models.lora_requests = loras
         model = engine.model_config
-        self._adapters = LoadedAdapters(vllm, engine, loras, slots, model.get_vocab_size(), model.max_model_len)
+        loading, self._tier = await choose_loading(engine, self.description, slots["slot_bytes"], self._settings.host_tier_slots)
+        self._adapters = LoadedAdapters(vllm, engine, loras, loading, slots, model.get_vocab_size(), model.max_model_len)
         vllm_app.use_templates(engine.renderer, self._template_of_current)
         self._slots_bytes = slots["total_bytes"]
         described = setup.slot_bytes_per_rank(self.description, _ELEMENT_BYTES[self.description.dtype])
@@ -178,7 +184,7 @@ class VllmEngine:
             bytes_per_rank=slots["bytes_per_rank"],
             rank_classes=tuple(rank for rank in setup.RANKS if rank <= slots["max_rank"]),
             max_model_len=model.max_model_len,
-            max_num_seqs=engine.scheduler_config.max_num_seqs,
+            max_num_seqs=engine.vllm_config.scheduler_config.max_num_seqs,
             endpoints=vllm_app.endpoints(tasks),
         )
         self._app = client.closing(vllm_app.only(self._limits.endpoints, app))

@@ -17,7 +17,7 @@ from shared.errors import StartFailed
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 PLUGIN = "tenantry_lora_kernels"
-EXTENSION = "lora_kernels.vllm_plugin.inspect.WorkerInspection"
+EXTENSION = "services.worker.vllm_slots.WorkerExtension"
 OLDEST, NEWEST = (0, 26), (0, 33)
 GIB = 1024**3
 PROCESSES_BYTES = 2 * GIB  # three processes with torch loaded
@@ -43,6 +43,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     kv_cache_gib: int = 1  # on a CPU
     cpu_threads: int = 0  # 0: one on up to two cores, else vLLM's own choice
+    host_tier_slots: int = 8  # packed adapters kept in host memory; 0: adapters are loaded in the engine's loop
     hash_cache: Path | None = None  # a JSON file that keeps the hashes of weight files
     engine_args: dict[str, Any] = {}  # vLLM's own arguments by their names (underscores), over ours
 

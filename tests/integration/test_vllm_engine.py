@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -279,6 +280,80 @@ async def test_a_reused_slot_holds_only_its_new_adapter(desk: Desk) -> None:
         body = {"messages": [{"role": "user", "content": question}], "temperature": 0}
         assert (await desk.ask(CHAT, body, handle)).text == answer
         await desk.engine.remove_adapter("ad_small")
+
+
+# The host tier
+
+
+async def slot_sums(desk: Desk, int_id: int) -> list[int]:
+    (slot,) = [slot["index"] for slot in (await slots(desk))["slots"] if slot["lora_int_id"] == int_id]
+    return (await desk.engine._engine.collective_rpc("tenantry_slot_sums", timeout=30.0, args=(slot,)))[0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("adapter", ["lora_sales", "lora_cs"])
+async def test_a_mounted_slot_holds_what_vllms_own_loading_writes(desk: Desk, adapter: str) -> None:
+    folder = DEMO / "adapters" / adapter
+    await desk.engine.add_adapter("ad_staged", folder, 8)
+    ids = desk.engine._adapters._ids  # type: ignore[attr-defined]
+    mounted = await slot_sums(desk, max(ids))
+    await desk.engine.remove_adapter("ad_staged")
+    engine = desk.engine._engine  # type: ignore[attr-defined]
+    request = type(desk.engine._adapters._requests[SALES])("ad_stock", 900, str(folder))  # type: ignore[attr-defined]
+    assert await engine.add_lora(request)
+    try:
+        assert await slot_sums(desk, 900) == mounted
+        assert any(mounted)
+    finally:
+        assert await desk.engine._adapters._loading.release(900) > 0  # type: ignore[attr-defined]
+
+
+async def test_an_adapter_in_the_host_tier_is_mounted_again_without_its_files(desk: Desk, copied: Callable[[str], Path]) -> None:
+    folder = copied("lora_cs")
+    digest_named = folder.rename(folder.parent / ("ab" * 32))
+    first = await desk.engine.add_adapter("ad_again", digest_named, 4)
+    await desk.engine.remove_adapter("ad_again")
+    shutil.rmtree(digest_named)
+    second = await desk.engine.add_adapter("ad_again", digest_named, 4)
+    try:
+        assert first.stage_ms > 0 and second.stage_ms == 0
+        assert second.probe_difference == first.probe_difference
+        handle = Handle(
+            tenant_id="tn_1",
+            tenant="cs",
+            pool_id="main",
+            base=desk.engine.description.identity,
+            adapter_id="ad_again",
+            alias="x",
+            version=1,
+        )
+        question, answer = golden("lora_cs")
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0}
+        assert (await desk.ask(CHAT, body, handle)).text == answer
+    finally:
+        await desk.engine.remove_adapter("ad_again")
+
+
+async def test_a_slot_that_does_not_hold_its_image_is_never_served(desk: Desk, copied: Callable[[str], Path]) -> None:
+    folder = copied("lora_cs")
+    tier = desk.engine._tier  # type: ignore[attr-defined]
+    image = await tier.stage(folder)
+    right = image.packed
+    image.packed = msgspec.structs.replace(right, sums=(right.sums[0] + 1, *right.sums[1:]))
+    with pytest.raises(LoadFailed, match=r"1 of .* checksums") as failed:
+        await desk.engine.add_adapter("ad_differs", folder, 4)
+    assert failed.value.fields["reason"] == "slot_differs"
+    assert await desk.engine.list_adapters() == MOUNTED
+    assert all(slot["all_zero"] for slot in (await slots(desk))["slots"] if slot["lora_int_id"] is None)
+    await desk.engine.add_adapter("ad_differs", folder, 4)  # packed anew
+    await desk.engine.remove_adapter("ad_differs")
+
+
+async def test_adapters_are_packed_again_after_the_packing_process_died(desk: Desk, copied: Callable[[str], Path]) -> None:
+    tier = desk.engine._tier  # type: ignore[attr-defined]
+    tier._process.kill()
+    await tier._process.wait()
+    await desk.engine.add_adapter("ad_after", copied("lora_sales"), 8)
+    await desk.engine.remove_adapter("ad_after")
 
 
 # The governor stands in between
