@@ -20,13 +20,16 @@ from typing import Any
 
 import httpx
 
-from services.cli.client import Client
+from services.cli.client import Client, ClientError
 from shared.bus.embedded import NatsUser, server_binary, server_config
 from shared.contracts import permissions
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"
 POOL = "main"
+
+
+_COMING_BACK = frozenset({"unreachable", "timeout", "registry_unavailable", "bus_unavailable", "bus_timeout"})
 
 
 def free_port() -> int:
@@ -36,13 +39,17 @@ def free_port() -> int:
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """The first true value of `condition()`, which may raise httpx errors while things start."""
+    """The first true value of `condition()`, which may fail for want of a connection or of a registry while things start."""
     give_up_at = time.monotonic() + timeout_s
     last: object = None
     while time.monotonic() < give_up_at:
         try:
             value = condition()
         except (httpx.HTTPError, OSError) as error:
+            value, last = None, error
+        except ClientError as error:
+            if error.peer_code not in _COMING_BACK:
+                raise
             value, last = None, error
         if value:
             return value
