@@ -8,10 +8,36 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMeta
 from vllm.model_executor.layers.fused_moe.utils import _resize_cache
 
 from lora_kernels.vllm_plugin.expert_seams import SeamExperts
+from lora_kernels.vllm_plugin.oai_routing import can_route, route
 
 
 class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
     """vLLM's weights, workspaces and limits; a schedule of our own."""
+
+    def _make_routing_data(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_local_experts: int
+    ) -> tuple[oai.RoutingData, oai.GatherIndx, oai.ScatterIndx]:
+        routing, pairs, _, places = self._route(topk_ids, topk_weights, num_local_experts)
+        return routing, pairs, places
+
+    def _route(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+    ) -> tuple[oai.RoutingData, oai.GatherIndx, oai.GatherIndx, oai.ScatterIndx]:
+        """(routing, pairs in the order of experts, their tokens, where results go)."""
+        top_k = topk_ids.shape[1]
+        if not oai.use_legacy_triton_kernels or not can_route(topk_ids.numel(), num_experts):
+            routing, pairs, places = super()._make_routing_data(topk_ids, topk_weights, num_experts)
+            return routing, pairs, oai.GatherIndx(src_indx=pairs.src_indx // top_k, dst_indx=pairs.dst_indx), places
+        from triton_kernels.routing import ExptData
+
+        tables = route(topk_ids, topk_weights, num_experts)
+        experts = ExptData(tables.pairs_of_expert, tables.first_place, tables.first_tile, tables.tiles)
+        return (
+            oai.RoutingData(tables.weight_of_place, tables.pairs_of_expert, num_experts, top_k, experts),
+            oai.GatherIndx(src_indx=tables.pair_of_place, dst_indx=tables.place_of_pair),
+            oai.GatherIndx(src_indx=tables.token_of_place, dst_indx=tables.place_of_pair),
+            oai.ScatterIndx(src_indx=tables.place_of_pair, dst_indx=tables.pair_of_place),
+        )
 
     def apply(
         self,
@@ -43,10 +69,9 @@ class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
         num_tokens, top_k = topk_ids.shape
         num_pairs, width, hidden_size = num_tokens * top_k, w1.shape[2], hidden_states.shape[1]
         local = topk_ids if expert_map is None else oai.remap_topk_to_local(topk_ids, expert_map)
-        routing, pairs, places = self._make_routing_data(local, topk_weights, w1.shape[0])
+        routing, pairs, tokens, places = self._route(local, topk_weights, w1.shape[0])
         # One choice a row: rows of x are named by their token, and results go to their pair's row, unsummed.
         routing.n_expts_act = 1
-        tokens = oai.GatherIndx(src_indx=pairs.src_indx // top_k, dst_indx=pairs.dst_indx)
         weights = routing.gate_scal
         layer = {"num_tokens": num_tokens, "top_k_num": top_k, "w1": w1, "w2": w2, "topk_weights": topk_weights}
 
