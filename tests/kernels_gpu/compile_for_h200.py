@@ -16,6 +16,7 @@ from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel, pack_hi
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
 from lora_kernels.moe_prefill.plan import DENSE_BLOCK_K, DENSE_TILES, PrefillPlan, plan_prefill
 from lora_kernels.moe_prefill.shrink import shrink_kernel
+from lora_kernels.work_list.build import progress_length
 from lora_kernels.work_list.kernel import (
     CELLS_PER_PROGRAM,
     CHUNK,
@@ -31,7 +32,7 @@ from triton.runtime.jit import JITFunction
 BINARIES = Path(triton.backends.nvidia.__file__).parent / "bin"
 ADAPTERS, RANK = 8, 32
 INT_POINTERS = {"order", "tiles", "num_tiles", "topk_ids", "token_order", "token_tiles", "token_adapters", "adapter_enabled"}
-INT_POINTERS |= {"entries", "ranks", "counts", "finished", "totals"}
+INT_POINTERS |= {"entries", "ranks", "counts", "finished", "totals", "places", "progress"}
 FLOAT_POINTERS = {"topk_weights", "hidden", "down_hidden"}
 SCALARS = {"num_pairs", "max_tiles", "num_tokens", "num_chunks"}
 
@@ -58,13 +59,15 @@ def compile_list(model: str, experts: int, top_k: int) -> None:
     bins = triton.next_power_of_2(ADAPTERS * experts + 2)
     cells = {"NUM_CELLS": ADAPTERS * experts + 1, "BINS": bins, "BLOCK_M": 128}
     count = {"TOP_K": top_k, "NUM_EXPERTS": experts, "NUM_ADAPTERS": ADAPTERS, "HAS_ENABLED": True, "BINS": bins, "CHUNK": CHUNK}
+    count["PROGRESS"] = progress_length(ADAPTERS)
     report(model, sort_chunks_kernel, count)
     report(model, scan_kernel, {**cells, "CHUNKS_PER_STEP": CHUNKS_PER_STEP, "CELLS_PER_PROGRAM": CELLS_PER_PROGRAM})
     report(model, scatter_kernel, {**cells, "CHUNK": CHUNK})
 
 
 def compile_layer(model: str, plan: PrefillPlan, hidden: int, size: int, gpt_oss: bool, experts: int, top_k: int) -> None:
-    rank = {"R": RANK, "BLOCK_R": RANK, "NUM_EXPERTS": experts, "NO_ADAPTER": ADAPTERS * experts, "LIST_BLOCK": plan.block_m}
+    rank = {"R": RANK, "BLOCK_R": RANK, "HAS_RANKS": True}
+    rank |= {"NUM_EXPERTS": experts, "NO_ADAPTER": ADAPTERS * experts, "LIST_BLOCK": plan.block_m}
     tiles = plan.shrink
     shape = {"TOP_K": top_k, "K": hidden, "SLICES": 1 if gpt_oss else 2, "SPLITS": tiles.parts}
     blocks = {"BLOCK_M": tiles.block_m, "BLOCK_K": tiles.block_n, "STAGES": tiles.num_stages}

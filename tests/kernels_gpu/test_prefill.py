@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lora_kernels.moe_prefill import Activation, expand_activate, shrink
+from lora_kernels.moe_prefill import Activation, combine, expand_activate, shrink
 from lora_kernels.work_list import WorkList
 from prefill_cases import BOUNDS, DEVICE, DTYPES, FLOAT32_OUTPUT_BOUNDS, Case, error, expected, list_of, make_case, plan_of, run
 
@@ -217,7 +217,10 @@ def shuffled_within_cells(work: WorkList) -> WorkList:
         mine = [i for i, other in enumerate(cells) if other == cell]
         first, last = starts[mine[0]], starts[mine[-1]] + rows[mine[-1]]
         order[first:last] = order[first:last][torch.randperm(last - first, device=order.device)]
-    return replace(work, order=order)
+    places = work.places.clone()
+    listed = starts[-1] + rows[-1]
+    places[order[:listed].long()] = torch.arange(listed, dtype=torch.int32, device=order.device)
+    return replace(work, order=order, places=places)
 
 
 @BOTH
@@ -270,3 +273,52 @@ def test_a_list_of_other_tiles_is_refused() -> None:
     plan = plan_of(case)
     with pytest.raises(ValueError, match=r"^work: expected .*, given "):
         shrink(case.x, case.lora, list_of(case, replace(plan, block_m=128)), plan)
+
+
+def cut_to_ranks(stack: torch.Tensor, ranks: list[int], *, dim: int, beyond: float) -> torch.Tensor:
+    """What lies beyond each slot's rank set to `beyond`; columns of B up to a multiple of 8 to a number: they are read, not used."""
+    cut = stack.clone()
+    for slot, rank in enumerate(ranks):
+        rows = cut[slot].movedim(dim - 1, 0)
+        rows[rank:] = beyond
+        if dim == 3:
+            rows[rank : -(-rank // 8) * 8] = 3.0
+    return cut
+
+
+@BOTH
+@FORMS
+@pytest.mark.parametrize("ranks", [[8, 32, 16], [3, 20, 1]], ids=str)
+def test_nothing_beyond_a_slots_own_rank_counts(activation: Activation, dense: bool, ranks: list[int]) -> None:
+    case = make_case(activation, DTYPES[0], rank=32)
+
+    def cut(beyond: float, slot_ranks: torch.Tensor | None) -> Case:
+        return replace(case, lora=replace(
+            case.lora,
+            gate_up_a=[cut_to_ranks(stack, ranks, dim=2, beyond=beyond) for stack in case.lora.gate_up_a],
+            gate_up_b=[cut_to_ranks(stack, ranks, dim=3, beyond=beyond) for stack in case.lora.gate_up_b],
+            down_a=cut_to_ranks(case.lora.down_a, ranks, dim=2, beyond=beyond),
+            down_b=cut_to_ranks(case.lora.down_b, ranks, dim=3, beyond=beyond),
+            slot_ranks=slot_ranks,
+        ))  # fmt: skip
+
+    own = cut(5.0, torch.tensor(ranks, dtype=torch.int32, device=DEVICE))
+    acts, out = run(own, plan_of(case, dense=dense))
+    ref_acts, ref_out = expected(cut(0.0, None))
+    assert error(acts, ref_acts) < BOUNDS[case.x.dtype]
+    assert error(out, ref_out) < BOUNDS[case.x.dtype]
+
+
+@BOTH
+def test_outputs_are_written_where_the_caller_wants_them(activation: Activation) -> None:
+    case = make_case(activation, DTYPES[0])
+    plan = plan_of(case)
+    acts, out = run(case, plan)
+    work = list_of(case, plan)
+    own_acts, own_out = torch.empty_like(acts), torch.empty_like(out)
+    given_acts, hidden = expand_activate(case.gate_up, shrink(case.x, case.lora, work, plan), case.lora, work, plan, out=own_acts)
+    given_out = combine(case.down, hidden, case.lora, work, plan, case.topk_weights, case.topk_ids, out=own_out)
+    assert given_acts is own_acts
+    assert given_out is own_out
+    assert torch.equal(own_acts, acts)
+    assert torch.equal(own_out, out)

@@ -10,7 +10,7 @@ from lora_kernels.work_list.kernel import load_tile
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def add_down_kernel(
     down,  # [num_pairs, N], changed in place
-    hidden,  # [SPLITS, num_pairs, BLOCK_R] float32, rows by pair
+    hidden,  # [SPLITS, num_pairs, BLOCK_R] float32, rows in the list's order
     b,  # [L, E, N, R]
     topk_weights,  # [num_pairs] float32
     order,
@@ -44,7 +44,8 @@ def add_down_kernel(
         pair = tl.load(order + start + m, mask=m < rows, other=0)
         row = pair.to(tl.int64)[:, None]
         weight = tl.load(topk_weights + pair, mask=m < rows, other=0.0)[:, None]
-        h = load_hidden(hidden, 0, row * BLOCK_R + r[None, :], row_mask, num_pairs, BLOCK_R, 1, SPLITS).to(b.dtype.element_ty)
+        place = (start + m).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
+        h = load_hidden(hidden, 0, place, row_mask, num_pairs, BLOCK_R, 1, SPLITS).to(b.dtype.element_ty)
         b_at = (cell // NUM_EXPERTS).to(tl.int64) * b_adapter_stride + (cell % NUM_EXPERTS).to(tl.int64) * b_expert_stride
         for step in tl.range(0, STEPS, num_stages=STAGES):
             n = (part * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -13,9 +13,10 @@ from lora_kernels.work_list.kernel import load_tile
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
 def pack_hidden_kernel(
-    hidden,  # [SPLITS, num_pairs, BLOCK_R] float32, rows by pair
+    hidden,  # [SPLITS, num_pairs, BLOCK_R] float32, rows in the list's order
     topk_weights,  # [num_pairs] float32
     topk_ids,  # [num_pairs]
+    places,  # [num_pairs]
     packed,  # [num_tokens, NUM_EXPERTS * BLOCK_R]
     num_tokens,
     num_pairs,
@@ -44,7 +45,7 @@ def pack_hidden_kernel(
         expert = tl.load(topk_ids + pair, mask=inside, other=-1).to(tl.int32)
         weight = tl.load(topk_weights + pair, mask=inside, other=0.0)
         local = inside & (expert >= 0) & (expert < NUM_EXPERTS)
-        place = pair[:, None] * BLOCK_R + r[None, :]
+        place = tl.load(places + pair, mask=local, other=0).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
         values = load_hidden(hidden, 0, place, local[:, None], num_pairs, BLOCK_R, 1, SPLITS) * weight[:, None]
         tl.store(rows + expert[:, None] * BLOCK_R + r[None, :], values.to(packed.dtype.element_ty), mask=local[:, None])
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from lora_kernels.moe_prefill.activation import activate
-from lora_kernels.moe_prefill.shrink import load_hidden
+from lora_kernels.moe_prefill.shrink import load_hidden, loaded_ranks, rank_of
 from lora_kernels.work_list.kernel import load_tile
 
 
@@ -16,7 +16,8 @@ def expand_activate_kernel(
     b1,
     down_a,  # [L, E, R, N]
     out,  # [num_pairs, N]
-    down_hidden,  # [PARTS, num_pairs, BLOCK_R] float32, rows by pair
+    down_hidden,  # [PARTS, num_pairs, BLOCK_R] float32, rows in the list's order
+    ranks,  # [>= L] int32, where HAS_RANKS
     order,
     tiles,
     num_tiles,
@@ -31,6 +32,7 @@ def expand_activate_kernel(
     N: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
     GPT_OSS: tl.constexpr,
@@ -44,6 +46,7 @@ def expand_activate_kernel(
     SLICES: tl.constexpr = 1 if GPT_OSS else 2
     STEPS: tl.constexpr = (N + BLOCK_N * PARTS - 1) // (BLOCK_N * PARTS)
     EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
+    WHOLE: tl.constexpr = EVEN_N and R == BLOCK_R and not HAS_RANKS
     part = tl.program_id(0) % PARTS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
     m = tl.arange(0, BLOCK_M)
@@ -60,12 +63,15 @@ def expand_activate_kernel(
     elif rows > 0:
         r = tl.arange(0, BLOCK_R)
         place = (start + m).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
-        h0 = load_hidden(hidden, 0, place, row_mask, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
+        adapter = (cell // NUM_EXPERTS).to(tl.int64)
+        rank = rank_of(ranks, adapter, R, HAS_RANKS)
+        loaded = loaded_ranks(rank, BLOCK_R, HAS_RANKS)
+        hidden_mask = row_mask & loaded[None, :]
+        h0 = load_hidden(hidden, 0, place, hidden_mask, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
         h1 = h0
         if SLICES == 2:
-            h1 = load_hidden(hidden, 1, place, row_mask, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
+            h1 = load_hidden(hidden, 1, place, hidden_mask, num_pairs, BLOCK_R, SLICES, SPLITS).to(b0.dtype.element_ty)
         expert = cell % NUM_EXPERTS
-        adapter = (cell // NUM_EXPERTS).to(tl.int64)
         b_at = adapter * b_adapter_stride + expert.to(tl.int64) * b_expert_stride
         a_rows = down_a + adapter * a_adapter_stride + expert.to(tl.int64) * a_expert_stride + r[None, :] * N
         down = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
@@ -80,22 +86,21 @@ def expand_activate_kernel(
             else:
                 b_gate_rows = b0 + b_at + n[None, :] * R + r[:, None]
                 b_up_rows = b1 + b_at + n[None, :] * R + r[:, None]
-            if EVEN_N and R == BLOCK_R:
+            if WHOLE:
                 b_gate = tl.load(b_gate_rows)
                 b_up = tl.load(b_up_rows)
                 a_tile = tl.load(a_rows + n[:, None])
             else:
-                inside = (n < N)[None, :] & (r < R)[:, None]
+                inside = (n < N)[None, :] & (loaded & (r < R))[:, None]
                 b_gate = tl.load(b_gate_rows, mask=inside, other=0.0)
                 b_up = tl.load(b_up_rows, mask=inside, other=0.0)
-                a_tile = tl.load(a_rows + n[:, None], mask=(n < N)[:, None] & (r < R)[None, :], other=0.0)
+                a_tile = tl.load(a_rows + n[:, None], mask=(n < N)[:, None] & (r < rank)[None, :], other=0.0)
             gate = gate + tl.dot(h0, b_gate, input_precision="ieee")
             up = up + tl.dot(h1, b_up, input_precision="ieee")
             act = activate(gate, up, GPT_OSS, FAST)
             down = tl.dot(act.to(down_a.dtype.element_ty), a_tile, down, input_precision="ieee")
             tl.store(out + row * N + n[None, :], act.to(out.dtype.element_ty), mask=mask)
-        by_pair = (part.to(tl.int64) * num_pairs + row) * BLOCK_R + r[None, :]
-        tl.store(down_hidden + by_pair, down, mask=row_mask)
+        tl.store(down_hidden + part.to(tl.int64) * num_pairs * BLOCK_R + place, down, mask=row_mask)
 
 
 @triton.jit

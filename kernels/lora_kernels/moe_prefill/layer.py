@@ -3,6 +3,8 @@
 build_work_list → shrink → (base GEMM 1) → expand_activate → (base GEMM 2) → combine.
 """
 
+import functools
+
 import torch
 import triton
 
@@ -11,7 +13,8 @@ from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
 from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel, pack_hidden_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
-from lora_kernels.moe_prefill.plan import DENSE_BLOCK_K, DENSE_TILES, PrefillPlan
+from lora_kernels.moe_prefill.expand_sum import expand_sum_kernel
+from lora_kernels.moe_prefill.plan import DENSE_BLOCK_K, DENSE_TILES, PrefillPlan, SumTiles, Tiles
 from lora_kernels.moe_prefill.shrink import shrink_kernel
 from lora_kernels.moe_prefill.weights import ExpertLora, strides
 from lora_kernels.work_list import WorkList, build_work_list
@@ -36,6 +39,7 @@ def shrink(x: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan)
             a_stacks[0],
             a_stacks[-1],
             hidden,
+            work.order if lora.slot_ranks is None else lora.slot_ranks,
             work.order,
             work.tiles,
             work.num_tiles,
@@ -48,13 +52,14 @@ def shrink(x: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan)
             K=lora.hidden_size,
             R=lora.rank,
             BLOCK_R=lora.block_r,
+            HAS_RANKS=lora.slot_ranks is not None,
             SLICES=len(a_stacks),
             SPLITS=tiles.parts,
             LIST_BLOCK=work.block_m,
             BLOCK_M=tiles.block_m,
             BLOCK_K=tiles.block_n,
             STAGES=tiles.num_stages,
-            num_warps=tiles.num_warps,
+            **_options(tiles),
         )
     return hidden
 
@@ -67,19 +72,22 @@ def expand_activate(
     plan: PrefillPlan,
     *,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(activation(gate_up + LoRA), [num_pairs, I]; the w2 shrink of it). Rows whose expert lives elsewhere stay unwritten.
 
-    The w2 shrink is [parts, num_pairs, R] float32 partials, rows by pair, unwritten where a pair has no adapter.
+    The w2 shrink is [parts, num_pairs, R] float32 partials, rows in the list's order, unwritten where a pair has no adapter.
 
-    gate_up: [num_pairs, 2 I], the base's output with its bias. hidden: what `shrink` gave. out_dtype: gate_up's where None.
+    gate_up: [num_pairs, 2 I], the base's output with its bias. hidden: what `shrink` gave. out: [num_pairs, I], written and
+    given back; made in out_dtype, or gate_up's, where None.
+    out: a buffer for the first result, made here where None.
     """
     _check_work(lora, work, plan)
     tiles, size = plan.activate, lora.intermediate_size
     check_tensor("gate_up", gate_up, dtypes=DTYPES, device=lora.down_a.device, shape=(work.num_pairs, 2 * size))
     expected = (plan.shrink.parts, len(lora.gate_up_a), work.num_pairs, lora.block_r)
     check_tensor("hidden", hidden, dtypes=(torch.float32,), device=gate_up.device, shape=expected)
-    out = torch.empty((work.num_pairs, size), dtype=out_dtype or gate_up.dtype, device=gate_up.device)
+    out = _buffer(out, (work.num_pairs, size), out_dtype or gate_up.dtype, gate_up.device)
     down = torch.empty((tiles.parts, work.num_pairs, lora.block_r), dtype=torch.float32, device=gate_up.device)
     if work.num_pairs:
         expand_activate_kernel[(_programs(work, tiles.block_m) * tiles.parts,)](
@@ -90,6 +98,7 @@ def expand_activate(
             lora.down_a,
             out,
             down,
+            work.order if lora.slot_ranks is None else lora.slot_ranks,
             work.order,
             work.tiles,
             work.num_tiles,
@@ -102,6 +111,7 @@ def expand_activate(
             N=size,
             R=lora.rank,
             BLOCK_R=lora.block_r,
+            HAS_RANKS=lora.slot_ranks is not None,
             SPLITS=plan.shrink.parts,
             PARTS=tiles.parts,
             GPT_OSS=lora.activation is Activation.GPT_OSS,
@@ -110,7 +120,7 @@ def expand_activate(
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             STAGES=tiles.num_stages,
-            num_warps=tiles.num_warps,
+            **_options(tiles),
         )
     return out, down
 
@@ -127,6 +137,7 @@ def combine(
     tokens_by_adapter: WorkList | None = None,
     all_experts_local: bool = False,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum over choices of down + weight * LoRA: [num_tokens, H]. `down` may be changed (the form that is not dense).
 
@@ -140,10 +151,12 @@ def combine(
     check_tensor("topk_ids", topk_ids, dtypes=(torch.int32, torch.int64), device=down.device, shape=(work.num_tokens, work.top_k))
     shape = (plan.activate.parts, work.num_pairs, lora.block_r)
     check_tensor("hidden", hidden, dtypes=(torch.float32,), device=down.device, shape=shape)
-    out = torch.empty((work.num_tokens, lora.hidden_size), dtype=out_dtype or down.dtype, device=down.device)
+    out = _buffer(out, (work.num_tokens, lora.hidden_size), out_dtype or down.dtype, down.device)
     if not work.num_pairs:
         return out
-    if plan.dense:
+    if plan.expand_sum is not None:
+        _expand_sum(down, hidden, lora, work, plan, topk_weights, tokens_by_adapter, all_experts_local, out)
+    elif plan.dense:
         _combine_dense(down, hidden, lora, work, topk_weights, topk_ids, tokens_by_adapter, all_experts_local, out)
     else:
         _add_down(down, hidden, lora, work, plan, topk_weights)
@@ -180,6 +193,7 @@ def _combine_dense(
         hidden,
         topk_weights,
         topk_ids,
+        work.places,
         packed,
         work.num_tokens,
         work.num_pairs,
@@ -219,6 +233,69 @@ def _combine_dense(
         maxnreg=DENSE_MAX_REGISTERS,
         num_warps=tiles.num_warps,
     )
+
+
+def _expand_sum(
+    down: torch.Tensor,
+    hidden: torch.Tensor,
+    lora: ExpertLora,
+    work: WorkList,
+    plan: PrefillPlan,
+    topk_weights: torch.Tensor,
+    tokens: WorkList | None,
+    all_experts_local: bool,
+    out: torch.Tensor,
+) -> None:
+    tiles = plan.expand_sum
+    assert tiles is not None
+    assert tokens is not None
+    chunks = triton.cdiv(lora.hidden_size, tiles.chunk_n)
+    deltas = torch.empty((tiles.ring, work.num_pairs, tiles.chunk_n), dtype=lora.down_b.dtype, device=down.device)
+    expand_sum_kernel[(tiles.programs * _multiprocessors(down.device),)](
+        down,
+        hidden,
+        lora.down_b,
+        topk_weights,
+        out,
+        deltas,
+        work.order if lora.slot_ranks is None else lora.slot_ranks,
+        work.progress,
+        work.places,
+        work.tiles,
+        work.starts,
+        work.max_tiles,
+        work.num_pairs,
+        tokens.order,
+        tokens.tiles,
+        tokens.starts,
+        tokens.max_tiles,
+        *strides(lora.down_b),
+        NUM_ADAPTERS=work.num_adapters,
+        NUM_EXPERTS=work.num_experts,
+        ALL_LOCAL=all_experts_local,
+        TOP_K=work.top_k,
+        N=lora.hidden_size,
+        R=lora.rank,
+        BLOCK_R=lora.block_r,
+        HAS_RANKS=lora.slot_ranks is not None,
+        SPLITS=hidden.shape[0],
+        LIST_BLOCK=work.block_m,
+        TOKEN_LIST_BLOCK=tokens.block_m,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_T=tiles.block_t,
+        CHUNK_N=tiles.chunk_n,
+        LEAD=tiles.lead,
+        RING=tiles.ring,
+        PHASES=triton.next_power_of_2((work.num_adapters + 1) * chunks + tiles.lead),
+        PROGRESS=work.progress.shape[0],
+        **_options(tiles),
+    )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _add_down(
@@ -266,6 +343,27 @@ def _sum_choices(down: torch.Tensor, topk_ids: torch.Tensor, work: WorkList, all
         BLOCK_N=block_n,
         num_warps=4,
     )
+
+
+def _output(name: str, out: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    check_tensor(name, out, shape=shape, dtypes=DTYPES, device=device)
+    return out
+
+
+def _options(tiles: Tiles | SumTiles) -> dict[str, int]:
+    options = {"num_warps": tiles.num_warps}
+    if tiles.max_registers is not None:
+        options["maxnreg"] = tiles.max_registers
+    return options
+
+
+def _buffer(given: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if given is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    check_tensor("out", given, shape=shape, dtypes=DTYPES, device=device)
+    return given
 
 
 def _programs(work: WorkList, block_m: int) -> int:

@@ -22,10 +22,27 @@ class Tiles:
     parts: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 DENSE_TILES = Tiles(block_m=128, block_n=128, parts=1, num_warps=8, num_stages=3)
 DENSE_BLOCK_K = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumTiles:
+    """The launch that expands w2 and sums: rows, columns a product, tokens a sum, columns of a chunk, chunks between a
+    delta's making and its sum, chunks of the ring, programs a multiprocessor."""
+
+    block_m: int = 64
+    block_n: int = 128
+    block_t: int = 16
+    chunk_n: int = 256
+    lead: int = 4
+    ring: int = 8
+    programs: int = 4
+    num_warps: int = 4
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +54,7 @@ class PrefillPlan:
     activate: Tiles
     add_down: Tiles
     dense: bool
+    expand_sum: SumTiles | None = None
 
 
 def plan_prefill(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from lora_kernels.arguments import DTYPES, check, check_tensor
+from lora_kernels.arguments import DTYPES, check, check_slots, check_tensor
 from lora_kernels.moe_prefill.activation import Activation
 
 MAX_RANK = 128
@@ -15,7 +15,10 @@ MAX_RANK = 128
 @dataclass(frozen=True, kw_only=True)
 class ExpertLora:
     """gate_up_a: one or two [L, E, R, H]. gate_up_b: one [L, E, 2 I, R] interleaved, or two [L, E, I, R].
-    down_a: [L, E, R, I]. down_b: [L, E, H, R]. Scaling is folded into B; a lower rank than R is padded with zeros.
+    down_a: [L, E, R, I]. down_b: [L, E, H, R]. Scaling is folded into B; a lower rank than R is padded with zeros, or told by slot_ranks.
+
+    slot_ranks: [>= L] int32, each adapter's own rank; rows of A beyond it are not read, columns of B only up to the next
+    multiple of 8 and times zero. None: all ranks are R.
 
     An expert dimension of 1 means one factor shared by all experts. Which of the layouts it is follows from the
     activation (`Activation.num_slices`).
@@ -29,6 +32,7 @@ class ExpertLora:
     down_a: torch.Tensor
     down_b: torch.Tensor
     num_experts: int
+    slot_ranks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         slices = self.activation.num_slices
@@ -42,6 +46,7 @@ class ExpertLora:
         self._check_stacks("gate_up_b", self.gate_up_b, width, self.rank)
         self._check_stacks("down_a", (self.down_a,), self.rank, self.intermediate_size)
         self._check_stacks("down_b", (self.down_b,), self.hidden_size, self.rank)
+        check_slots(self.num_adapters, None, self.slot_ranks, device=self.down_b.device)
 
     def _check_stacks(self, name: str, stacks: Sequence[torch.Tensor], rows: int, columns: int) -> None:
         num_experts = self.num_experts if stacks[0].dim() == 4 and stacks[0].shape[1] != 1 else 1

@@ -19,6 +19,9 @@ from lora_kernels.work_list.kernel import (
 MAX_BINS = 1 << 15
 """Most cells, rounded up to a power of two, that one program scans."""
 
+MOST_CHUNKS = 16
+"""Chunks of columns one adapter's rows may be cut into by a kernel that orders its programs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkList:
@@ -28,11 +31,17 @@ class WorkList:
     written. tiles: [3, max_tiles] int32: cell, first place in `order`, rows; only the first num_tiles[0] are written.
     A cell is adapter * num_experts + expert; the last one, num_adapters * num_experts, holds the pairs without an
     adapter. A pair whose expert is negative (held by another rank) is in no tile.
+    places: [num_pairs] int32, each pair's place in `order`, -1 in none. starts: [> cells] int64, by cell: places before
+    it, and in the upper half tiles before it. progress: [power of two] int32 zeros, for a kernel that orders its programs
+    by it and leaves zeros behind.
     """
 
     order: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
+    progress: torch.Tensor
     num_tokens: int
     top_k: int
     num_adapters: int
@@ -73,12 +82,13 @@ def build_work_list(
     max_tiles = num_pairs // block_m + min(num_pairs, num_cells)
     new = {"dtype": torch.int32, "device": topk_ids.device}
     order, tiles, num_tiles = torch.empty(num_pairs, **new), torch.empty((3, max_tiles), **new), torch.empty(1, **new)
+    places, progress = torch.empty(num_pairs, **new), torch.empty(progress_length(num_adapters), **new)
+    starts = torch.empty(bins, dtype=torch.int64, device=topk_ids.device)
     if num_pairs == 0:
         num_tiles.zero_()
     else:
         (entries, ranks), counts = torch.empty((2, num_chunks, CHUNK), **new), torch.empty((num_chunks, bins), **new)
         totals, finished = torch.empty(bins, **new), torch.empty(1, **new)
-        starts = torch.empty(bins, dtype=torch.int64, device=topk_ids.device)
         num_warps = 4 if bins <= 4096 else 8
         overlap = overlap_on(topk_ids.device, Overlap.INPUTS_FRESH)
         sort_chunks_kernel[(num_chunks,)](
@@ -89,6 +99,7 @@ def build_work_list(
             ranks,
             counts,
             finished,
+            progress,
             num_pairs,
             TOP_K=top_k,
             NUM_EXPERTS=num_experts,
@@ -96,6 +107,7 @@ def build_work_list(
             HAS_ENABLED=adapter_enabled is not None,
             BINS=bins,
             CHUNK=CHUNK,
+            PROGRESS=progress.shape[0],
             OVERLAP=int(overlap),
             **launch_options(overlap, num_warps=num_warps),
         )
@@ -121,8 +133,10 @@ def build_work_list(
             totals,
             starts,
             order,
+            places,
             tiles,
             max_tiles,
+            num_pairs,
             NUM_CELLS=num_cells,
             BINS=bins,
             BLOCK_M=block_m,
@@ -134,12 +148,20 @@ def build_work_list(
         order=order,
         tiles=tiles,
         num_tiles=num_tiles,
+        places=places,
+        starts=starts,
+        progress=progress,
         num_tokens=num_tokens,
         top_k=top_k,
         num_adapters=num_adapters,
         num_experts=num_experts,
         block_m=block_m,
     )
+
+
+def progress_length(num_adapters: int) -> int:
+    """Counters for two stages of MOST_CHUNKS chunks of each adapter, and two more."""
+    return triton.next_power_of_2(2 + 2 * num_adapters * MOST_CHUNKS)
 
 
 def _check(

@@ -38,6 +38,7 @@ def sort_chunks_kernel(
     ranks,  # [num_chunks, CHUNK] int32: of an entry among those of its cell in the chunk
     counts,  # [num_chunks, BINS] int32
     finished,  # [1] int32, zeroed here for the scan
+    progress,  # [PROGRESS] int32, zeroed here for a kernel that orders its programs by it
     num_pairs,
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -45,6 +46,7 @@ def sort_chunks_kernel(
     HAS_ENABLED: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PROGRESS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Sorts a chunk's pairs by cell, ranks them, and counts each cell's."""
@@ -64,6 +66,7 @@ def sort_chunks_kernel(
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
     if chunk == 0:
         tl.store(finished, 0)
+        tl.store(progress + tl.arange(0, PROGRESS), tl.zeros((PROGRESS,), tl.int32))
     entry = tl.sort(cell * CHUNK + lane)
     tl.store(entries + pair, entry)
     tl.debug_barrier()
@@ -113,7 +116,7 @@ def scan_kernel(
         tl.store(num_tiles, tl.sum(tiles))
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@triton.jit(do_not_specialize=["max_tiles", "num_pairs"])
 def scatter_kernel(
     entries,
     ranks,
@@ -121,8 +124,10 @@ def scatter_kernel(
     totals,
     starts,
     order,  # [num_pairs] int32
+    places,  # [num_pairs] int32
     tiles,  # [3, max_tiles] int32
     max_tiles,
+    num_pairs,
     NUM_CELLS: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -139,7 +144,9 @@ def scatter_kernel(
     rank = tl.load(ranks + at) + tl.load(counts + chunk * BINS + cell, mask=listed, other=0)
     start = tl.load(starts + cell, mask=listed, other=0)
     place = (start & 0xFFFFFFFF).to(tl.int32) + rank
-    tl.store(order + place, chunk * CHUNK + entry % CHUNK, mask=listed)
+    pair = chunk * CHUNK + entry % CHUNK
+    tl.store(order + place, pair, mask=listed)
+    tl.store(places + pair, tl.where(listed, place, -1), mask=pair < num_pairs)
     opens = listed & (rank % BLOCK_M == 0)
     tile = (start >> 32).to(tl.int32) + rank // BLOCK_M
     rows = tl.minimum(tl.load(totals + cell, mask=opens, other=0) - rank, BLOCK_M)
