@@ -8,7 +8,7 @@ import torch
 from lora_kernels.configs import Tiles
 from lora_kernels.dense_expand import dense_expand_
 from lora_kernels.dense_expand.reference import dense_expand_reference
-from lora_kernels.dense_shrink import dense_shrink
+from lora_kernels.dense_shrink import dense_shrink, list_tokens
 from lora_kernels.dense_shrink.reference import dense_shrink_reference
 from lora_kernels.launch import Overlap, can_overlap
 from lora_kernels.testing import ERROR_BOUND, Batch, Layer, Weights, make_batch, make_weights, relative_error, same_bits
@@ -21,7 +21,13 @@ OVERLAPS = [Overlap.NONE, Overlap.INPUTS_FRESH, Overlap.IDS_SETTLED] if can_over
 PAIRS = (Tiles(path="pairs", block=32), Tiles(path="pairs", block=32))
 SLOTS = (Tiles(path="slots", block=32, steps=2, stages=2), Tiles(path="slots", block=32))
 ONE_STEP = (Tiles(path="slots", block=64), Tiles(path="slots", block=32))
-PATHS = [pytest.param(PAIRS, id="pairs"), pytest.param(SLOTS, id="slots"), pytest.param(ONE_STEP, id="slots, one step")]
+LIST = (Tiles(path="list", block=32, steps=2, stages=2), Tiles(path="list", block=16, steps=2, stages=2))
+PATHS = [
+    pytest.param(PAIRS, id="pairs"),
+    pytest.param(SLOTS, id="slots"),
+    pytest.param(ONE_STEP, id="slots, one step"),
+    pytest.param(LIST, id="list"),
+]
 QKV = Layer(slots=4, k=104 * SCALE, widths=(96 * SCALE, 24 * SCALE, 24 * SCALE), idle=(3,))
 
 
@@ -33,9 +39,12 @@ def fresh_memory_is_poisoned() -> Iterator[None]:
 
 
 def run(batch: Batch, weights: Weights, tiles: tuple[Tiles | None, Tiles | None], overlap: Overlap = Overlap.NONE) -> torch.Tensor:
-    out = batch.base.flatten(0, 1).clone()
-    partials = dense_shrink(batch.x, weights.a, batch.token_slots, slot_ranks=weights.slot_ranks, tiles=tiles[0], overlap=overlap)
-    dense_expand_(out, partials, weights.b, batch.token_slots, slot_ranks=weights.slot_ranks, tiles=tiles[1], overlap=overlap)
+    out, listed = batch.base.flatten(0, 1).clone(), None
+    if tiles[0] is None or tiles[0].path == "list":
+        listed = list_tokens(batch.token_slots, num_slots=len(weights.a[0]))
+    options = {"slot_ranks": weights.slot_ranks, "token_list": listed, "overlap": overlap}
+    partials = dense_shrink(batch.x, weights.a, batch.token_slots, tiles=tiles[0], **options)
+    dense_expand_(out, partials, weights.b, batch.token_slots, tiles=tiles[1], **options)
     return out
 
 

@@ -18,7 +18,7 @@ import torch
 FOLDER_VARIABLE = "LORA_KERNELS_CONFIG_DIR"
 OPS = ("moe_shrink", "moe_expand", "dense_shrink", "dense_expand")
 PATHS = dict.fromkeys(("moe_shrink", "moe_expand"), ("pairs", "groups")) | dict.fromkeys(
-    ("dense_shrink", "dense_expand"), ("pairs", "slots")
+    ("dense_shrink", "dense_expand"), ("pairs", "slots", "list")
 )
 
 
@@ -47,7 +47,8 @@ class Shape:
 class Tiles:
     """path: one program a row ("pairs"), or one for rows that share weights: "groups" of expert layers, "slots" of dense ones.
 
-    block: elements of K a step (shrink), rows of B (expand). steps: blocks of K a program walks; the rest is split.
+    "list" is for dense layers at prefill. block: elements of K a step (shrink), rows of B (expand). steps: blocks of K a program
+    walks, the rest is split; blocks of B it walks on path "list". rows: tokens a program takes at a time ("slots", "list").
     """
 
     path: str
@@ -55,6 +56,7 @@ class Tiles:
     steps: int = 1
     num_warps: int = 4
     stages: int = 1
+    rows: int = 16
 
 
 def tiles_for(shape: Shape, device: torch.device) -> Tiles:
@@ -120,18 +122,35 @@ def _distance(entry: Shape, shape: Shape) -> float:
 def default_tiles(shape: Shape) -> Tiles:
     """A rule that fits registers at every rank: 64 elements of weights a thread, few rows a program at a time."""
     rank = padded_rank(shape.rank)
+    expand = shape.op.endswith("expand")
     if shape.op.startswith("moe"):
-        grouped = shape.rows >= 1024
-        path = "groups" if grouped else "pairs"
+        path = "groups" if shape.rows >= 1024 else "pairs"
     else:
-        grouped = shape.rows >= 16
-        path = "slots" if grouped else "pairs"
-    if shape.op.endswith("expand"):
-        return Tiles(path=path, block=max(16, min(128 if grouped else 256, 8192 // rank)))
-    if not grouped:
+        path = "list" if shape.rows > 256 else "slots" if shape.rows >= 16 else "pairs"
+    if path == "list":
+        if expand:
+            return Tiles(path=path, block=max(16, min(64, 4096 // rank)), steps=4, stages=3, rows=64)
+        wanted = max(1, _PROGRAMS_WANTED * 64 // shape.rows)
+        return Tiles(path=path, block=64 if rank <= 64 else 32, steps=_steps(shape.width, 64, wanted), stages=3, rows=64)
+    if expand:
+        return Tiles(path=path, block=max(16, min(128 if path == "groups" else 256, 8192 // rank)))
+    if path == "pairs":
         return Tiles(path=path, block=max(32, min(256, 8192 // rank)))
+    if path == "slots":
+        block = max(32, min(256, 8192 // rank))
+        wanted = max(8, _PROGRAMS_WANTED // (shape.adapters * shape.slices))
+        return Tiles(path=path, block=block, steps=_steps(shape.width, block, wanted), stages=3)
     block = max(32, min(128, 4096 // rank))
     return Tiles(path=path, block=block, steps=max(1, min(4, shape.width // (8 * block))), stages=3)
+
+
+_PROGRAMS_WANTED = 396
+"""Three for each of an H200's 132 multiprocessors."""
+
+
+def _steps(width: int, block: int, splits: int) -> int:
+    """Blocks a program walks so that about so many programs, 32 at most, share the width."""
+    return max(1, -(-width // (block * min(splits, 32))))
 
 
 @functools.lru_cache(maxsize=32)
@@ -158,7 +177,7 @@ def _entry(file: Path, where: str, entry: Any) -> tuple[Shape, Tiles]:
     tiles = _fields(Tiles, file, f"{where}.tiles", entry.get("tiles"))
     if tiles.path not in PATHS[shape.op]:
         raise ConfigError(f"{file}: {where}.tiles.path: expected one of {', '.join(PATHS[shape.op])}, given {tiles.path!r}")
-    for key, limits in {"block": (16, 4096), "num_warps": (1, 32)}.items():
+    for key, limits in {"block": (16, 4096), "num_warps": (1, 32), "rows": (16, 256)}.items():
         value = getattr(tiles, key)
         if not limits[0] <= value <= limits[1] or value & (value - 1):
             raise ConfigError(f"{file}: {where}.tiles.{key}: expected a power of two in [{limits[0]}, {limits[1]}], given {value}")

@@ -6,11 +6,15 @@ import torch
 import triton
 
 from lora_kernels.arguments import DTYPES, GRID_LIMIT, IDS, check, check_slots, check_stacks, check_tensor, three
-from lora_kernels.configs import Tiles, padded_rank, tuned
-from lora_kernels.dense_expand.kernel import expand_slots_kernel
-from lora_kernels.dense_shrink.op import tokens_a_program
+from lora_kernels.configs import Tiles, padded_rank
+from lora_kernels.dense_expand.kernel import expand_list_kernel, expand_slots_kernel
+from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, runs_of, tokens_a_program
+from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_expand.kernel import expand_pairs_kernel
+
+READS_UNDER_WAY = (4, 16)
+"""Fewest and most splits whose partials a thread reads before it adds the first."""
 
 
 def dense_expand_(
@@ -20,54 +24,70 @@ def dense_expand_(
     token_slots: torch.Tensor,
     *,
     slot_ranks: torch.Tensor | None = None,
+    token_list: TokenList | None = None,
     tiles: Tiles | None = None,
     overlap: Overlap = Overlap.IDS_SETTLED,
 ) -> None:
     """Adds B h to the base output, in place; rows without an adapter keep their bits.
 
     out: [num_tokens, sum of N], slices side by side. partials: dense_shrink's. lora_b: 1 to 3 stacks [slots, 1, N, R] in out's
-    dtype, N of its own each.
+    dtype, N of its own each. token_list: as in dense_shrink.
 
     :raises ValueError: an argument does not fit.
     """
     check_tensor("out", out, shape=(None, None), dtypes=DTYPES, device=out.device)
-    num_tokens = len(out)
+    num_tokens, slices = len(out), len(lora_b)
     check_tensor("token_slots", token_slots, shape=(num_tokens,), dtypes=IDS, device=out.device)
     slots, _, _, rank = check_stacks("lora_b", lora_b, num_experts=1, like=out)
     for index, stack in enumerate(lora_b):
         check(f"lora_b[{index}]", f"rank {rank}", f"rank {stack.shape[3]}", holds=stack.shape[3] == rank)
     widths = [stack.shape[2] for stack in lora_b]
     check("out", f"width {sum(widths)}", f"width {out.shape[1]}", holds=out.shape[1] == sum(widths))
-    shape = (None, num_tokens, len(lora_b), padded_rank(rank))
+    shape = (None, num_tokens, slices, padded_rank(rank))
     check_tensor("partials", partials, shape=shape, dtypes=(torch.float32,), device=out.device)
     check_slots(slots, None, slot_ranks, device=out.device)
+    check_token_list(token_list, num_tokens=num_tokens, device=out.device)
     if num_tokens == 0:
         return
-    tiles = tiles or tuned("dense_expand", out, rank=rank, width=sum(widths), slices=len(lora_b), adapters=slots, rows=num_tokens)
+    listed = token_list is not None
+    tiles = tiles or dense_tiles("dense_expand", out, rank=rank, width=sum(widths), slices=slices, adapters=slots, listed=listed)
     overlap = overlap_on(out.device, overlap)
     splits = partials.shape[0]
     b0, b1, b2 = three(lora_b)
     n0, n1, n2 = [*widths, 0, 0][:3]
+    run = tiles.block * (tiles.steps if tiles.path == "list" else 1)
+    blocks = sum(triton.cdiv(width, run) for width in widths)
     constants = {
         "N0": n0,
         "N1": n1,
         "N2": n2,
         "R": rank,
         "R_PAD": padded_rank(rank),
-        "SLICES": len(lora_b),
+        "SLICES": slices,
         "BLOCK_N": tiles.block,
-        "EVEN_N": all(width % tiles.block == 0 for width in widths),
+        "EVEN_N": all(width % run == 0 for width in widths),
         "HAS_RANKS": slot_ranks is not None,
         "PDL": int(overlap),
     }
+    fewest, most = READS_UNDER_WAY
+    unrolled = max(fewest, min(most, triton.next_power_of_2(splits)))
+    shared = {"ALIGNED_N": all(width % 8 == 0 for width in widths), "UNROLLED": unrolled}
     options = launch_options(overlap, num_warps=tiles.num_warps)
     ranks = token_slots if slot_ranks is None else slot_ranks
-    blocks = sum(triton.cdiv(width, tiles.block) for width in widths)
-    if tiles.path == "slots":
+    if tiles.path == "list":
+        check("token_list", "a list of the tokens for tiles of path list", token_list, holds=listed)
+        assert token_list is not None
+        expand_list_kernel[(runs_of(token_list, tiles.rows) * blocks,)](
+            partials, b0, b1, b2, out, token_list.order, token_list.slots, token_list.starts, token_list.counts, ranks, num_tokens, splits,
+            token_list.num_groups, slots, GROUPS=groups_padded(token_list), ROWS=tiles.rows, STEPS=tiles.steps, STAGES=tiles.stages,
+            **shared, **constants, **options,
+        )  # fmt: skip
+    elif tiles.path == "slots":
         check("lora_b", f"at most {GRID_LIMIT} slots and blocks", f"{slots} slots, {blocks} blocks", holds=max(slots, blocks) <= GRID_LIMIT)
         tokens = tokens_a_program(num_tokens)
         expand_slots_kernel[(triton.cdiv(num_tokens, tokens), blocks, slots)](
-            partials, b0, b1, b2, out, token_slots, ranks, num_tokens, splits, TOKENS=tokens, **constants, **options
+            partials, b0, b1, b2, out, token_slots, ranks, num_tokens, splits,
+            TOKENS=tokens, ROWS=min(tiles.rows, tokens), **shared, **constants, **options,
         )  # fmt: skip
     else:
         check("lora_b", f"at most {GRID_LIMIT} blocks", f"{blocks}", holds=blocks <= GRID_LIMIT)

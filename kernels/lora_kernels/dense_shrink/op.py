@@ -6,12 +6,15 @@ import torch
 import triton
 
 from lora_kernels.arguments import DTYPES, GRID_LIMIT, IDS, check, check_slots, check_stacks, check_tensor, three
-from lora_kernels.configs import Tiles, padded_rank, tuned
-from lora_kernels.dense_shrink.kernel import shrink_slots_kernel
+from lora_kernels.configs import Tiles, padded_rank
+from lora_kernels.dense_shrink.kernel import shrink_list_kernel, shrink_slots_kernel
+from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, runs_of, tokens_a_program
+from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_shrink.kernel import shrink_pairs_kernel
 
-MOST_TOKENS_A_PROGRAM = 64
+MOST_JOINED_COLUMNS = 256
+"""Of h over all slices: more would not fit one program's registers."""
 
 
 def dense_shrink(
@@ -20,12 +23,14 @@ def dense_shrink(
     token_slots: torch.Tensor,
     *,
     slot_ranks: torch.Tensor | None = None,
+    token_list: TokenList | None = None,
     tiles: Tiles | None = None,
     overlap: Overlap = Overlap.INPUTS_FRESH,
 ) -> torch.Tensor:
     """Float32 partials of h = A x, [splits, num_tokens, slices, padded rank], for dense_expand_. Base rows stay unwritten.
 
     x: [num_tokens, K]. lora_a: 1 to 3 stacks [slots, 1, R, K]. token_slots: [num_tokens] int; out of range counts as no adapter.
+    token_list: `list_tokens` of the same token_slots, for long batches; without it they are served more slowly.
 
     :raises ValueError: an argument does not fit.
     """
@@ -36,9 +41,11 @@ def dense_shrink(
     for index, stack in enumerate(lora_a):
         check(f"lora_a[{index}]", f"[*, *, {rank}, {k}]", list(stack.shape), holds=stack.shape[2:] == (rank, k))
     check_slots(slots, None, slot_ranks, device=x.device)
-    tiles = tiles or tuned("dense_shrink", x, rank=rank, width=k, slices=len(lora_a), adapters=slots, rows=num_tokens)
+    check_token_list(token_list, num_tokens=num_tokens, device=x.device)
+    slices = len(lora_a)
+    tiles = tiles or dense_tiles("dense_shrink", x, rank=rank, width=k, slices=slices, adapters=slots, listed=token_list is not None)
     splits = triton.cdiv(k, tiles.block * tiles.steps)
-    partials = torch.empty(splits, num_tokens, len(lora_a), padded_rank(rank), dtype=torch.float32, device=x.device)
+    partials = torch.empty(splits, num_tokens, slices, padded_rank(rank), dtype=torch.float32, device=x.device)
     if num_tokens == 0:
         return partials
     overlap = overlap_on(x.device, overlap)
@@ -47,7 +54,7 @@ def dense_shrink(
         "K": k,
         "R": rank,
         "R_PAD": padded_rank(rank),
-        "SLICES": len(lora_a),
+        "SLICES": slices,
         "BLOCK_K": tiles.block,
         "STEPS": tiles.steps,
         "HAS_RANKS": slot_ranks is not None,
@@ -55,19 +62,25 @@ def dense_shrink(
     }
     options = launch_options(overlap, num_warps=tiles.num_warps)
     ranks = token_slots if slot_ranks is None else slot_ranks
-    if tiles.path == "slots":
-        check("lora_a", f"at most {GRID_LIMIT // len(lora_a)} slots", f"{slots}", holds=slots * len(lora_a) <= GRID_LIMIT)
+    if tiles.path == "list":
+        check("token_list", "a list of the tokens for tiles of path list", token_list, holds=token_list is not None)
+        assert token_list is not None
+        joined = slices > 1 and slices * padded_rank(rank) <= MOST_JOINED_COLUMNS
+        shrink_list_kernel[(runs_of(token_list, tiles.rows), splits, 1 if joined else slices)](
+            x, a0, a1, a2, partials, token_list.order, token_list.slots, token_list.starts, token_list.counts, ranks, num_tokens,
+            token_list.num_groups, slots,
+            JOINED=joined, GROUPS=groups_padded(token_list), ROWS=tiles.rows, STAGES=tiles.stages, **constants, **options,
+        )  # fmt: skip
+    elif tiles.path == "slots":
+        check("lora_a", f"at most {GRID_LIMIT // slices} slots", f"{slots}", holds=slots * slices <= GRID_LIMIT)
         tokens = tokens_a_program(num_tokens)
-        shrink_slots_kernel[(triton.cdiv(num_tokens, tokens), slots * len(lora_a), splits)](
-            x, a0, a1, a2, partials, token_slots, ranks, num_tokens, TOKENS=tokens, STAGES=tiles.stages, **constants, **options
+        shrink_slots_kernel[(triton.cdiv(num_tokens, tokens), slots * slices, splits)](
+            x, a0, a1, a2, partials, token_slots, ranks, num_tokens,
+            TOKENS=tokens, ROWS=min(tiles.rows, tokens), STAGES=tiles.stages, **constants, **options,
         )  # fmt: skip
     else:
-        shrink_pairs_kernel[(num_tokens * len(lora_a), splits)](
+        shrink_pairs_kernel[(num_tokens * slices, splits)](
             x, a0, a1, a2, partials, token_slots, token_slots, token_slots, ranks, num_tokens, slots,
             TOP_K=1, PAIRS_PER_ROW=1, EXPERTS=0, A_EXPERTS=1, HAS_ENABLED=False, **constants, **options,
         )  # fmt: skip
     return partials
-
-
-def tokens_a_program(num_tokens: int) -> int:
-    return min(MOST_TOKENS_A_PROGRAM, max(16, triton.next_power_of_2(num_tokens)))
