@@ -15,12 +15,11 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
-from lora_kernels.moe_prefill import Activation, ExpertLora, PrefillPlan, combine, expand_activate, group_tokens, plan_prefill, shrink
-from lora_kernels.vllm_plugin.gpu_wrapper import local_ids, tell_once, unshared
+from lora_kernels.configs.plans import LayerShape, plan_for
+from lora_kernels.moe_path import choose_path
+from lora_kernels.moe_prefill import Activation, ExpertLora, PrefillPlan, combine, expand_activate, group_tokens, shrink
+from lora_kernels.vllm_plugin.gpu_wrapper import MOST_DECODE_PAIRS, local_ids, tell_once, unshared
 from lora_kernels.work_list import WorkList, build_work_list
-
-FEWEST_PAIRS = 2048
-"""(token, expert) pairs from which the fused path serves."""
 
 NOTHING = (None, None, None, None)
 
@@ -73,19 +72,11 @@ def begin(
 
     :raises ValueError: an argument is not as the kernels want it.
     """
-    num_tokens, top_k = topk_ids.shape
+    num_tokens = len(topk_ids)
     mapping = context.local_token_lora_mapping
     slots = context.punica_wrapper.token_slots(num_tokens) if mapping is None else mapping[:num_tokens]
     ids = local_ids(topk_ids, expert_map)
-    plan = plan_prefill(
-        num_tokens=num_tokens,
-        top_k=top_k,
-        num_adapters=lora.num_adapters,
-        num_experts=lora.num_experts,
-        hidden_size=lora.hidden_size,
-        intermediate_size=lora.intermediate_size,
-        rank=lora.rank,
-    )
+    plan = plan_for(layer_shape(context, lora, topk_ids), x.device)
     counts = {"num_adapters": lora.num_adapters, "num_experts": lora.num_experts}
     work = build_work_list(ids, slots, block_m=plan.block_m, adapter_enabled=context.adapter_enabled, **counts)
     return PrefillStep(
@@ -100,6 +91,27 @@ def begin(
         all_experts_local=False,
         hidden=shrink(x, lora, work, plan),
     )
+
+
+def layer_shape(context: MoELoRAContext, lora: ExpertLora, topk_ids: torch.Tensor) -> LayerShape:
+    """What the step's way and tiles are chosen by. Adapters are those of the step, as a power of two: few sizes to compile for."""
+    num_tokens, top_k = topk_ids.shape
+    in_step = context.punica_wrapper.num_adapters if context.local_token_lora_mapping is None else lora.num_adapters
+    return LayerShape(
+        dtype=str(lora.down_b.dtype).removeprefix("torch."),
+        rank=lora.rank,
+        hidden_size=lora.hidden_size,
+        intermediate_size=lora.intermediate_size,
+        slices=len(lora.gate_up_a),
+        num_experts=lora.num_experts,
+        top_k=top_k,
+        num_adapters=min(1 << (in_step - 1).bit_length(), lora.num_adapters) if in_step else 1,
+        num_tokens=num_tokens,
+    )
+
+
+def _is_prefill(shape: LayerShape) -> bool:
+    return shape.num_tokens * shape.top_k > MOST_DECODE_PAIRS or choose_path(shape) == "prefill"
 
 
 def fused_lora(context: MoELoRAContext, activation: Activation | None) -> ExpertLora | None:
@@ -153,11 +165,12 @@ class SeamExperts(LoRAExpertsMixin):
         **rest: Any,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         self._step = None
-        if self._fused is not None and add_inputs and topk_ids.numel() >= FEWEST_PAIRS:
-            if lora_context.punica_wrapper.no_adapter_here(lora_context.local_token_lora_mapping):
-                return NOTHING
+        if lora_context.punica_wrapper.no_adapter_here(lora_context.local_token_lora_mapping):
+            return NOTHING
+        fused = self._fused if add_inputs else None
+        if fused is not None and _is_prefill(layer_shape(lora_context, fused, topk_ids)):
             try:
-                self._step = begin(lora_context, self._fused, x, topk_ids, topk_weights, expert_map)
+                self._step = begin(lora_context, fused, x, topk_ids, topk_weights, expert_map)
             except ValueError as error:
                 tell_once(f"an expert layer is not fused at prefill: {error}")
             else:

@@ -15,7 +15,7 @@ from lora_kernels.dense_expand import dense_expand_
 from lora_kernels.dense_shrink import dense_shrink
 from lora_kernels.launch import Overlap
 from lora_kernels.moe_lora import Routing, moe_lora_
-from lora_kernels.vllm_plugin.step_tables import StepTables, slots_of
+from lora_kernels.vllm_plugin.step_tables import NO_SLOT, StepTables, slots_of
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ def tell_once(message: str) -> None:
 
 
 class GpuLoraWrapper(PunicaWrapperGPU):
-    """any_adapter: whether a row of the step has an adapter."""
+    """num_adapters: how many adapters the step's rows have."""
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         metas = (self.token_mapping_meta, self.prompt_mapping_meta)
         self._tables = StepTables(self, metas, max_rows=max_num_batched_tokens, max_loras=self.max_loras)
-        self.any_adapter = False
+        self.num_adapters = 0
         self._number = len(_wrappers)
         _wrappers.append(self)
 
@@ -50,7 +50,7 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         samples = slots_of(mapping.prompt_mapping, lora_index_to_id)
         self._tables.write(tokens, samples, max_loras=max_loras, vocab_size=vocab_size)
         self.indices_len[:] = [len(tokens), len(samples), len(samples), len(tokens)]
-        self.any_adapter = bool((tokens >= 0).any())
+        self.num_adapters = len(set(tokens.tolist()) - {NO_SLOT})
 
     def token_slots(self, num_tokens: int) -> torch.Tensor:
         """[num_tokens] int32, -1 for rows without an adapter."""
@@ -76,7 +76,7 @@ class GpuLoraWrapper(PunicaWrapperGPU):
 
     def dense(self, y: torch.Tensor, x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], output_slices: list[int]) -> None:
         """y += B A x on the rows with adapters."""
-        if not self.any_adapter:
+        if not self.num_adapters:
             return
         x = x.view(-1, x.shape[-1])
         slots = self.token_slots(len(x))
@@ -177,7 +177,7 @@ class GpuLoraWrapper(PunicaWrapperGPU):
 
     def no_adapter_here(self, token_lora_mapping: torch.Tensor | None) -> bool:
         """Rows dispatched from other ranks (a mapping of their own) may have adapters that this rank's step has not."""
-        return token_lora_mapping is None and not self.any_adapter
+        return token_lora_mapping is None and not self.num_adapters
 
 
 def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
