@@ -32,6 +32,15 @@ class WorkerInspection:
             "experts": sorted({type(k.fused_experts).__name__ for k in kernels if k is not None}),
         }
 
+    def tenantry_warm_up(self) -> float:
+        """Runs every LoRA kernel that serving may choose once; the seconds it took. Where no kernel is compiled: 0."""
+        manager = _manager(self)
+        if not status().active or manager.device.type != "cuda":
+            return 0.0
+        from lora_kernels.vllm_plugin.warm_up import warm_up
+
+        return warm_up(manager, most_tokens=self.model_runner.max_num_tokens)
+
     def tenantry_slots(self) -> dict[str, Any]:
         """Slots by index: the adapter id each holds (None: free) and whether its tensors are all zero; and their bytes.
 
