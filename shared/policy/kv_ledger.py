@@ -1,0 +1,135 @@
+"""Who holds how much of one engine's KV cache: reservations in blocks, made before a request enters the engine.
+
+Pure. A tenant's guarantee is room that only it can draw on; burst is room of others' guarantees that is lent while it lies idle.
+"""
+
+from collections.abc import Hashable
+from enum import Enum
+
+import msgspec
+
+
+class Fit(Enum):
+    NOW = "now"
+    OWN_FULL = "own_full"  # the tenant's own share has no room now
+    ROOM_FULL = "room_full"  # its share has room, the engine's cache has none now, or what is left is promised to others
+    NEVER = "never"  # more than it could ever hold here
+
+
+class KvShare(msgspec.Struct, frozen=True):
+    """`blocks` None: no share of its own; it then has what nobody is guaranteed, together with all others like it."""
+
+    blocks: int | None = None
+    burst: bool = False
+
+    @property
+    def guaranteed(self) -> int:
+        return self.blocks or 0
+
+    @property
+    def takes_common(self) -> bool:
+        return self.blocks is None or self.burst
+
+
+def blocks_for(prompt_tokens: int, new_tokens: int, samples: int, block_tokens: int) -> int:
+    """Blocks that the sequences of one prompt may come to hold.
+
+    Every sample counts its whole prompt: samples share a prompt's full blocks only when the prefix cache happens to have them
+    before the next sample is scheduled, and never the last, partly filled one. A reservation must hold without luck.
+    """
+    return samples * -(-(prompt_tokens + new_tokens) // block_tokens)
+
+
+class KvLedger:
+    """Reservations by key. Sums are kept, so that asking and booking cost the same however many tenants there are.
+
+    A share that is lowered below what is held evicts nothing: `over_share` says by how much, and nothing more fits until it is back.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.held = 0
+        self.guaranteed = 0  # sum of shares
+        self.promised_idle = 0  # of the guarantees: not held by their tenants now
+        self._shares: dict[str, KvShare] = {}
+        self._held: dict[str, int] = {}
+        self._reservations: dict[Hashable, tuple[str, int]] = {}
+
+    @property
+    def free(self) -> int:
+        return self.blocks - self.held
+
+    @property
+    def common(self) -> int:
+        """What nobody is guaranteed."""
+        return max(0, self.blocks - self.guaranteed)
+
+    def held_by(self, tenant_id: str) -> int:
+        return self._held.get(tenant_id, 0)
+
+    def limit_of(self, tenant_id: str) -> int:
+        """The most that the tenant may ever hold here."""
+        share = self._share(tenant_id)
+        if share.burst:
+            return self.blocks
+        return min(self.blocks, share.blocks) if share.blocks is not None else self.common
+
+    def over_share(self, tenant_id: str) -> int:
+        return max(0, self.held_by(tenant_id) - self.limit_of(tenant_id))
+
+    def set_share(self, tenant_id: str, share: KvShare) -> None:
+        self._move(tenant_id, share, self.held_by(tenant_id))
+
+    def fit(self, tenant_id: str, blocks: int, wanted_by_others: int = 0) -> Fit:
+        """Whether a reservation fits now. `wanted_by_others`: what waits now within others' guarantees, which burst does not borrow."""
+        share, held = self._share(tenant_id), self.held_by(tenant_id)
+        if blocks > self.limit_of(tenant_id):
+            return Fit.NEVER
+        beyond = held + blocks - share.guaranteed
+        if beyond > 0 and not share.takes_common:
+            return Fit.OWN_FULL
+        if blocks > self.free:
+            return Fit.ROOM_FULL
+        if beyond <= 0:
+            return Fit.NOW
+        others_idle = self.promised_idle - max(0, share.guaranteed - held)
+        kept_back = min(wanted_by_others, others_idle) if share.burst else others_idle
+        return Fit.NOW if blocks <= self.free - kept_back else Fit.ROOM_FULL
+
+    def draws_on_shared(self, tenant_id: str, blocks: int) -> bool:
+        """Whether so many more would take the tenant beyond its guarantee."""
+        return self.held_by(tenant_id) + blocks > self._share(tenant_id).guaranteed
+
+    def reserve(self, key: Hashable, tenant_id: str, blocks: int) -> None:
+        """Books what `fit` has allowed. A key that is booked already (delivered again) changes nothing."""
+        if key in self._reservations:
+            return
+        self._reservations[key] = (tenant_id, blocks)
+        self.held += blocks
+        self._move(tenant_id, self._share(tenant_id), self.held_by(tenant_id) + blocks)
+
+    def release(self, key: Hashable) -> int:
+        """Blocks given back; 0 for a key that holds nothing (released before)."""
+        tenant_id, blocks = self._reservations.pop(key, ("", 0))
+        if blocks:
+            self.held -= blocks
+            self._move(tenant_id, self._share(tenant_id), self._held[tenant_id] - blocks)
+        return blocks
+
+    def _share(self, tenant_id: str) -> KvShare:
+        return self._shares.get(tenant_id, _NONE)
+
+    def _move(self, tenant_id: str, share: KvShare, held: int) -> None:
+        before = self._share(tenant_id)
+        idle_before = max(0, before.guaranteed - self.held_by(tenant_id))
+        self.guaranteed += share.guaranteed - before.guaranteed
+        self.promised_idle += max(0, share.guaranteed - held) - idle_before
+        if share is not before:
+            self._shares[tenant_id] = share
+        if held:
+            self._held[tenant_id] = held
+        else:
+            self._held.pop(tenant_id, None)
+
+
+_NONE = KvShare()
