@@ -129,9 +129,10 @@ def default_tiles(shape: Shape) -> Tiles:
         path = "list" if shape.rows > 256 else "slots" if shape.rows >= 16 else "pairs"
     if path == "list":
         if expand:
-            return Tiles(path=path, block=max(16, min(64, 4096 // rank)), steps=4, stages=3, rows=64)
-        wanted = max(1, _PROGRAMS_WANTED * 64 // shape.rows)
-        return Tiles(path=path, block=64 if rank <= 64 else 32, steps=_steps(shape.width, 64, wanted), stages=3, rows=64)
+            block = 64 if rank <= 128 else 32
+            return Tiles(path=path, block=block, steps=4, num_warps=4 if rank <= 32 else 8, stages=3 if rank <= 32 else 2, rows=64)
+        block, wanted = 64 if rank <= 64 else 32, max(1, _PROGRAMS_WANTED * 64 // shape.rows)
+        return Tiles(path=path, block=block, steps=_steps(shape.width, block, wanted), num_warps=4 if rank <= 64 else 8, stages=3, rows=64)
     if expand:
         return Tiles(path=path, block=max(16, min(128 if path == "groups" else 256, 8192 // rank)))
     if path == "pairs":

@@ -73,11 +73,11 @@ def sum_partials(
 
 
 @triton.jit
-def product(h, b):
-    """h B^T in float32. h goes as two pieces of the weights' dtype, which keeps float32's precision for one more product."""
+def product(h, b, PIECES: tl.constexpr):
+    """h B^T in float32. h goes in the weights' dtype, or as two pieces of it: float32's precision for one more product."""
     high = h.to(b.dtype)
     delta = tl.dot(high, tl.trans(b), input_precision="ieee")
-    if b.dtype != tl.float32:
+    if PIECES == 2 and b.dtype != tl.float32:
         low = (h - high.to(tl.float32)).to(b.dtype)
         delta = tl.dot(low, tl.trans(b), delta, input_precision="ieee")
     return delta
@@ -130,7 +130,7 @@ def expand_slots_kernel(
         if PDL > 0:
             gdc_launch_dependents()
         h = sum_partials(partials_ptr, rows, inside, rank, piece, num_tokens, splits, R_PAD, SLICES, ROWS, UNROLLED)
-        new = (old.to(tl.float32) + product(h, b)).to(out_ptr.dtype.element_ty)
+        new = (old.to(tl.float32) + product(h, b, 2)).to(out_ptr.dtype.element_ty)
         tl.store(out_tile, new, mask=inside[:, None] & columns[None, :])
         if ROWS < TOKENS:
             for first in range(ROWS, count, ROWS):
@@ -138,7 +138,7 @@ def expand_slots_kernel(
                 out_tile = out_columns + rows.to(tl.int64)[:, None] * (N0 + N1 + N2)
                 old = tl.load(out_tile, mask=inside[:, None] & columns[None, :], other=0.0)
                 h = sum_partials(partials_ptr, rows, inside, rank, piece, num_tokens, splits, R_PAD, SLICES, ROWS, UNROLLED)
-                new = (old.to(tl.float32) + product(h, b)).to(out_ptr.dtype.element_ty)
+                new = (old.to(tl.float32) + product(h, b, 2)).to(out_ptr.dtype.element_ty)
                 tl.store(out_tile, new, mask=inside[:, None] & columns[None, :])
     else:
         if PDL == 2:
@@ -168,6 +168,7 @@ def expand_list_kernel(
     R_PAD: tl.constexpr,
     SLICES: tl.constexpr,
     GROUPS: tl.constexpr,
+    PIECES: tl.constexpr,
     ROWS: tl.constexpr,
     UNROLLED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -204,5 +205,5 @@ def expand_list_kernel(
             else:
                 wanted = inside[:, None] & columns[None, :]
             old = tl.load(out_rows + n[None, :], mask=wanted, other=0.0)
-            new = (old.to(tl.float32) + product(h, b)).to(out_ptr.dtype.element_ty)
+            new = (old.to(tl.float32) + product(h, b, PIECES)).to(out_ptr.dtype.element_ty)
             tl.store(out_rows + n[None, :], new, mask=wanted)

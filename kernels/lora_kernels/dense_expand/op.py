@@ -13,8 +13,8 @@ from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_expand.kernel import expand_pairs_kernel
 
-READS_UNDER_WAY = (4, 16)
-"""Fewest and most splits whose partials a thread reads before it adds the first."""
+LIST_PIECES = 1
+"""Of h in the weights' dtype on path list, where the output's own rounding hides what a second one adds."""
 
 
 def dense_expand_(
@@ -69,9 +69,7 @@ def dense_expand_(
         "HAS_RANKS": slot_ranks is not None,
         "PDL": int(overlap),
     }
-    fewest, most = READS_UNDER_WAY
-    unrolled = max(fewest, min(most, triton.next_power_of_2(splits)))
-    shared = {"ALIGNED_N": all(width % 8 == 0 for width in widths), "UNROLLED": unrolled}
+    shared = {"ALIGNED_N": all(width % 8 == 0 for width in widths)}
     options = launch_options(overlap, num_warps=tiles.num_warps)
     ranks = token_slots if slot_ranks is None else slot_ranks
     if tiles.path == "list":
@@ -80,14 +78,15 @@ def dense_expand_(
         expand_list_kernel[(runs_of(token_list, tiles.rows) * blocks,)](
             partials, b0, b1, b2, out, token_list.order, token_list.slots, token_list.starts, token_list.counts, ranks, num_tokens, splits,
             token_list.num_groups, slots, GROUPS=groups_padded(token_list), ROWS=tiles.rows, STEPS=tiles.steps, STAGES=tiles.stages,
-            **shared, **constants, **options,
+            PIECES=LIST_PIECES, UNROLLED=reads_under_way(splits, tiles.rows, rank, tiles.num_warps), **shared, **constants, **options,
         )  # fmt: skip
     elif tiles.path == "slots":
         check("lora_b", f"at most {GRID_LIMIT} slots and blocks", f"{slots} slots, {blocks} blocks", holds=max(slots, blocks) <= GRID_LIMIT)
         tokens = tokens_a_program(num_tokens)
+        rows = min(tiles.rows, tokens)
         expand_slots_kernel[(triton.cdiv(num_tokens, tokens), blocks, slots)](
             partials, b0, b1, b2, out, token_slots, ranks, num_tokens, splits,
-            TOKENS=tokens, ROWS=min(tiles.rows, tokens), **shared, **constants, **options,
+            TOKENS=tokens, ROWS=rows, UNROLLED=reads_under_way(splits, rows, rank, tiles.num_warps), **shared, **constants, **options,
         )  # fmt: skip
     else:
         check("lora_b", f"at most {GRID_LIMIT} blocks", f"{blocks}", holds=blocks <= GRID_LIMIT)
@@ -96,3 +95,9 @@ def dense_expand_(
             TOP_K=1, EXPERTS=0, B_EXPERTS=1, SPLITS_PAD=triton.next_power_of_2(splits),
             HAS_WEIGHTS=False, HAS_ENABLED=False, **constants, **options,
         )  # fmt: skip
+
+
+def reads_under_way(splits: int, rows: int, rank: int, num_warps: int) -> int:
+    """Splits whose partials a program reads before it adds the first: what 64 registers of a thread hold."""
+    fitting = max(1, 64 * 32 * num_warps // (rows * padded_rank(rank)))
+    return min(triton.next_power_of_2(splits), 16, 1 << (fitting.bit_length() - 1))

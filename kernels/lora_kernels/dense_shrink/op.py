@@ -13,7 +13,7 @@ from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_shrink.kernel import shrink_pairs_kernel
 
-MOST_JOINED_COLUMNS = 256
+MOST_JOINED_COLUMNS = 192
 """Of h over all slices: more would not fit one program's registers."""
 
 
