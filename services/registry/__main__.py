@@ -11,14 +11,19 @@ from ulid import ULID
 
 from services.registry import acks
 from services.registry.adapters import AdapterService
+from services.registry.guarantees import GuaranteeService
 from services.registry.intake import IntakeService
+from services.registry.keys import KeyService
 from services.registry.matrix import MatrixService
 from services.registry.mounting import Mounting
 from services.registry.onboarding import Onboarding
 from services.registry.reconciler import Reconciler
+from services.registry.reports import Reports
 from services.registry.service import RegistryService
 from services.registry.settings import RegistrySettings
+from services.registry.shares import SharesService
 from services.registry.store import open_store
+from services.registry.stored import StoredLedger
 from services.registry.tenants import TenantService
 from services.registry.uploads import UploadRecords
 from services.registry.workers import WorkerService
@@ -38,18 +43,24 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
     matrix = MatrixService(store)
     with emptied(folder) as work_dir:
         uploads = UploadRecords(store, mounting)
-        intake = IntakeService(store, mounting, uploads, settings, work_dir)
-        reconciler = Reconciler(store, mounting, intake, settings, registry_id)
-        workers = WorkerService(store, mounting, matrix)
-        tenants = TenantService(store, settings.tenant_uploads_limit_bytes)
-        adapters = AdapterService(store, mounting, uploads, intake)
+        stored = StoredLedger(store)
+        intake = IntakeService(store, mounting, uploads, stored, settings, work_dir)
+        reports = Reports()
+        shares = SharesService(store, reports, settings.abandoned_s)
+        guarantees = GuaranteeService(store, mounting, settings.abandoned_s)
+        reconciler = Reconciler(store, mounting, intake, guarantees, stored, settings, registry_id)
+        workers = WorkerService(store, mounting, matrix, reports, shares)
+        keys = KeyService(store)
+        tenants = TenantService(store, keys, shares, guarantees, stored, reports, settings.tenant_uploads_limit_bytes)
+        adapters = AdapterService(store, mounting, uploads, intake, stored)
         async with store.mirrored(), asyncio.TaskGroup() as group:
-            service = RegistryService(bus, group, settings.max_requests, tenants, matrix, adapters, workers)
+            service = RegistryService(bus, group, settings.max_requests, tenants, keys, matrix, adapters, workers, reports)
             running = [
                 group.create_task(work)
                 for work in (
                     reconciler.beat(),
                     reconciler.run(),
+                    shares.run(settings.shares_s),
                     acks.consume(store, mounting),
                     Onboarding(store, mounting, uploads, intake).consume(),
                 )

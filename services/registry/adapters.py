@@ -1,4 +1,4 @@
-"""Adapters as people manage them: add (upload or mount again), list, show, unload by draining, events."""
+"""Adapters as people manage them: add (upload or mount again), list, show, unload by draining, remove, events."""
 
 import asyncio
 
@@ -8,8 +8,9 @@ import structlog
 from services.registry.intake import IntakeService
 from services.registry.mounting import Mounting
 from services.registry.store import Store
+from services.registry.stored import StoredLedger
 from services.registry.tenants import checked_adapter_name, checked_name
-from services.registry.uploads import UploadRecords
+from services.registry.uploads import COMING_IN, UploadRecords
 from services.registry.views import adapter_view
 from shared.bus import read_last
 from shared.contracts import adapters, admin
@@ -19,6 +20,7 @@ from shared.contracts.state import AdapterRecord, Intake, Tenant
 from shared.contracts.subjects import ROOT
 from shared.errors import Conflict, InvalidRequest, LoadFailed, NotFound, TenantryError, Unsupported
 from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState
+from shared.policy.limits import MAX_BYTES
 from shared.policy.mounts import Change, order_drain
 
 log = structlog.get_logger()
@@ -29,11 +31,12 @@ _MAX_EVENTS = 10_000
 
 
 class AdapterService:
-    def __init__(self, store: Store, mounting: Mounting, uploads: UploadRecords, intake: IntakeService) -> None:
+    def __init__(self, store: Store, mounting: Mounting, uploads: UploadRecords, intake: IntakeService, stored: StoredLedger) -> None:
         self._store = store
         self._mounting = mounting
         self._uploads = uploads
         self._intake = intake
+        self._ledger = stored
 
     async def add(self, request: admin.AddAdapter) -> admin.AdapterView:
         """Ready, or as far as it came in wait_s.
@@ -70,8 +73,10 @@ class AdapterService:
         tenant = await self._store.tenant(request.tenant)
         if request.ceiling_bytes is None:
             return tenant
-        if request.ceiling_bytes < 0:
-            raise InvalidRequest("ceiling_bytes is negative", field="ceiling_bytes", got=request.ceiling_bytes)
+        if not 0 <= request.ceiling_bytes <= MAX_BYTES:
+            raise InvalidRequest(
+                f"ceiling_bytes is {request.ceiling_bytes}; expected 0 to {MAX_BYTES}", field="ceiling_bytes", got=request.ceiling_bytes
+            )
         ceiling = {request.name: request.ceiling_bytes}
         return await self._store.change_tenant(
             tenant.name, lambda t: msgspec.structs.replace(t, adapter_ceilings={**t.adapter_ceilings, **ceiling})
@@ -169,6 +174,29 @@ class AdapterService:
         await self._end_of(drained, _ENDS - {AdapterState.READY}, request.wait_s)
         records = [record for adapter_id in drained if (record := await self._store.record(adapter_id)) is not None]
         return [adapter_view(record, await self._pool_of(record)) for record in records]
+
+    async def remove(self, request: admin.RemoveAdapter) -> list[admin.AdapterView]:
+        """The versions that are forgotten now, with their stored files.
+
+        :raises NotFound: none of that name. :raises Conflict: one of them is mounted or coming in.
+        """
+        tenant = await self._store.tenant(request.tenant)
+        records = await self._store.records_of(tenant.tenant_id, request.name)
+        found = [record for record in records if request.version in (0, record.version)]
+        if not found:
+            raise NotFound(f"tenant {tenant.name} has no adapter {request.name}", tenant=tenant.name, adapter=request.name)
+        for record in found:
+            if record.state in HOLDS_RESERVATION or record.state in COMING_IN:
+                raise Conflict(
+                    f"{record.name} version {record.version} is {record.state}; unload it first",
+                    adapter=record.name,
+                    state=record.state.value,
+                )
+        for record in found:
+            await self._uploads.erase(record)
+            await self._ledger.release(record.tenant_id, record.adapter_id)
+            log.info("adapter.removed", adapter=record.adapter_id, tenant=record.tenant, name=record.name, version=record.version)
+        return [adapter_view(record, None) for record in found]
 
     async def _end_of(self, adapter_ids: list[str], ends: frozenset[AdapterState], wait_s: float) -> None:
         """Returns when all of these records are in one of `ends` (or gone), or after wait_s.

@@ -16,6 +16,7 @@ from services.registry import artifacts
 from services.registry.mounting import Mounting
 from services.registry.settings import RegistrySettings
 from services.registry.store import Store
+from services.registry.stored import StoredLedger
 from services.registry.uploads import COMING_IN, AnotherRegistry, UploadRecords
 from shared.artifacts.bundle import Bundle
 from shared.bus import BusUnavailable, Entry, ObjectCorrupt
@@ -38,10 +39,13 @@ _MAX_STARTS = 5  # an upload that cannot be read that often is refused
 class IntakeService:
     """Runs at most max_validations at once; more wait their turn."""
 
-    def __init__(self, store: Store, mounting: Mounting, records: UploadRecords, settings: RegistrySettings, work_dir: Path) -> None:
+    def __init__(
+        self, store: Store, mounting: Mounting, records: UploadRecords, stored: StoredLedger, settings: RegistrySettings, work_dir: Path
+    ) -> None:
         self._store = store
         self._mounting = mounting
         self._records = records
+        self._stored = stored
         self._settings = settings
         self._work_dir = work_dir
         self._turns = asyncio.Semaphore(settings.max_validations)
@@ -75,16 +79,22 @@ class IntakeService:
         except AnotherRegistry:
             return await self._present(work)
         except BusUnavailable as error:
-            return await self._records.reject(work.record, error) if work.record.intake.starts >= _MAX_STARTS else error
+            return await self._reject(work, error) if work.record.intake.starts >= _MAX_STARTS else error
         except ObjectCorrupt as error:
             is_too_big = "limit_bytes" in error.fields
-            return await self._records.reject(work.record, BodyTooLarge(error.message, **error.fields) if is_too_big else error)
+            return await self._reject(work, BodyTooLarge(error.message, **error.fields) if is_too_big else error)
         except TenantryError as error:
-            return await self._records.reject(work.record, error)
+            return await self._reject(work, error)
         except Exception:  # a fault of ours or of this machine (its disk is full): told as such, and not tried for ever
             log.exception("intake.failed", adapter=work.record.adapter_id)
             fault = InternalError("the registry could not validate the upload; its log says why")
-            return await self._records.reject(work.record, fault)
+            return await self._reject(work, fault)
+
+    async def _reject(self, work: "_Work", error: TenantryError) -> TenantryError:
+        """Its end; room for files that were not stored is free again."""
+        if not work.record.artifact:
+            await self._stored.release(work.record.tenant_id, work.record.adapter_id)
+        return await self._records.reject(work.record, error)
 
     async def _run(self, work: "_Work") -> AdapterRecord:
         intake = msgspec.structs.replace(work.record.intake, starts=work.record.intake.starts + 1)
@@ -124,6 +134,7 @@ class IntakeService:
         limits = artifacts.widest_limits(pool)
         prepared = await anyio.to_thread.run_sync(artifacts.prepare, bundle, claim, base, limits, folder)
         name = f"{work.record.tenant_id}.{work.record.adapter_id}"
+        await self._stored.reserve(work.record, prepared.archive_bytes)
         await self._store.artifacts.put_file(name, prepared.archive)
         work.record = await self._records.checkpoint(
             work.record,

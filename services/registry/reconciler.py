@@ -6,16 +6,18 @@ Time is only ever how long this registry itself has seen something stand still.
 
 import asyncio
 import contextlib
-from collections.abc import Hashable
 
 import msgspec
 import structlog
 from ulid import ULID
 
+from services.registry.guarantees import GuaranteeService
 from services.registry.intake import IntakeService
 from services.registry.mounting import Mounting
 from services.registry.settings import RegistrySettings
+from services.registry.standstill import Standstill
 from services.registry.store import Store
+from services.registry.stored import StoredLedger
 from services.registry.uploads import COMING_IN
 from shared.contracts import state
 from shared.contracts.adapters import STAGING_BUCKET, DrainOrder, Mount, PoolEntry
@@ -30,32 +32,22 @@ log = structlog.get_logger()
 _HEARTBEAT_SILENCE = 12  # heartbeats not seen back in our own mirror after which it is built anew
 
 
-class Standstill:
-    """How long each thing has looked the same, by this process's monotonic clock."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[Hashable, float]] = {}
-
-    def for_s(self, key: str, looks: Hashable, now_s: float) -> float:
-        known = self._seen.get(key)
-        if known is None or known[0] != looks:
-            self._seen[key] = (looks, now_s)
-            return 0.0
-        return now_s - known[1]
-
-    def again(self, key: str, now_s: float) -> None:
-        """Counts from now."""
-        self._seen[key] = (self._seen[key][0], now_s)
-
-    def keep(self, keys: set[str]) -> None:
-        self._seen = {key: seen for key, seen in self._seen.items() if key in keys}
-
-
 class Reconciler:
-    def __init__(self, store: Store, mounting: Mounting, intake: IntakeService, settings: RegistrySettings, registry_id: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        mounting: Mounting,
+        intake: IntakeService,
+        guarantees: GuaranteeService,
+        stored: StoredLedger,
+        settings: RegistrySettings,
+        registry_id: str,
+    ) -> None:
         self._store = store
         self._mounting = mounting
         self._intake = intake
+        self._guarantees = guarantees
+        self._stored = stored
         self._settings = settings
         self._registry_id = registry_id
         self._mounts = Standstill()
@@ -102,6 +94,7 @@ class Reconciler:
         records = {record.adapter_id: record for record in self._store.records()}
         pools = await self._store.pools()
         for pool_id, (pool, revision) in pools.items():
+            await self._guarantees.repair(pool, now_s)
             for mount in pool.mounts.values():
                 record = records.get(mount.adapter_id) or await self._store.record(mount.adapter_id)
                 if record is None:
@@ -197,6 +190,7 @@ class Reconciler:
             if await self._store.record(name.rsplit(".", 1)[-1]) is None:
                 log.info("artifact.deleted", artifact=name)
                 await self._store.artifacts.delete(name)
+        await self._stored.repair()
         coming_in = [record for record in self._store.records() if record.state in COMING_IN]
         wanted = {record.intake.object for record in coming_in if record.intake.bucket == STAGING_BUCKET}
         staged = await self._store.staging.names()

@@ -8,7 +8,9 @@ import msgspec
 import structlog
 
 from services.registry.adapters import AdapterService
+from services.registry.keys import KeyService
 from services.registry.matrix import MatrixService
+from services.registry.reports import Reports
 from services.registry.tenants import TenantService
 from services.registry.workers import WorkerService
 from shared.bus import MAX_PAYLOAD_BYTES, Bus, BusUnavailable, Message, Subscription
@@ -32,14 +34,17 @@ class RegistryService:
         group: asyncio.TaskGroup,
         max_requests: int,
         tenants: TenantService,
+        keys: KeyService,
         matrix: MatrixService,
         adapters: AdapterService,
         worker_service: WorkerService,
+        reports: Reports,
     ) -> None:
         self._bus = bus
         self._group = group
         self._max_requests = max_requests
         self._workers = worker_service
+        self._reports = reports
         self._under_way: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Subscription] = []
         self._operations: dict[type, Callable[[Any], Awaitable[Any]]] = {
@@ -47,14 +52,17 @@ class RegistryService:
             admin.UpdateTenant: tenants.update,
             admin.ListTenants: tenants.listed,
             admin.DeleteTenant: tenants.delete,
-            admin.CreateKey: tenants.create_key,
-            admin.ListKeys: tenants.list_keys,
-            admin.RevokeKey: tenants.revoke_key,
+            admin.ShowTenant: tenants.show,
+            admin.CreateKey: keys.create,
+            admin.ListKeys: keys.listed,
+            admin.RevokeKey: keys.revoke,
+            admin.RotateKey: keys.rotate,
             admin.SetRouting: tenants.set_routing,
             admin.AddAdapter: adapters.add,
             admin.ListAdapters: adapters.listed,
             admin.ShowAdapter: adapters.show,
             admin.UnloadAdapter: adapters.unload,
+            admin.RemoveAdapter: adapters.remove,
             admin.ListEvents: adapters.events,
             admin.GetMatrix: matrix.get,
             admin.SetLabel: matrix.set_label,
@@ -69,7 +77,7 @@ class RegistryService:
         self._subscriptions = [
             await self._bus.subscribe(admin.ADMIN_SUBJECT, self._on_admin, queue=_QUEUE, pending=_PENDING),
             await self._bus.subscribe(workers.HELLO_SUBJECT, self._on_hello, queue=_QUEUE, pending=_PENDING),
-            await self._bus.subscribe(workers.REPORTS_SUBJECT, self._workers.heard, pending=_PENDING),
+            await self._bus.subscribe(workers.REPORTS_SUBJECT, self._reports.heard, pending=_PENDING),
         ]
         await self._bus.flush()
 

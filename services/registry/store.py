@@ -12,8 +12,20 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from shared.bus import Bucket, Bus, Entry, Mirror, Objects, delete_objects, ensure_stream, limit_objects, open_bucket, open_objects
-from shared.contracts import adapters, state, usage
+from shared.bus import (
+    Bucket,
+    Bus,
+    Entry,
+    Mirror,
+    Objects,
+    delete_objects,
+    ensure_counters,
+    ensure_stream,
+    limit_objects,
+    open_bucket,
+    open_objects,
+)
+from shared.contracts import adapters, rates, state, usage
 from shared.contracts.adapters import PoolEntry
 from shared.contracts.base import BaseDescription
 from shared.contracts.state import AdapterRecord, ApiKey, Matrix, Tenant
@@ -121,6 +133,11 @@ class Store:
             if found is not None and (tenant := state.decode_tenant(found.value)).tenant_id == tenant_id:
                 return tenant
         return None
+
+    async def present_tenants(self) -> list[Tenant]:
+        """Every tenant as it stands now, also one that the mirror does not show yet."""
+        found = [await self.live.get(key) for key in await self.live.keys(state.TENANT_PREFIX)]
+        return [state.decode_tenant(entry.value) for entry in found if entry is not None]
 
     def tenants(self) -> list[Tenant]:
         return [state.decode_tenant(entry.value) for entry in _under(self.live_mirror, state.TENANT_PREFIX)]
@@ -273,6 +290,7 @@ async def open_store(bus: Bus) -> Store:
         max_per_subject=_ONBOARDINGS_PER_TENANT,
         max_message_bytes=_ONBOARDING_BYTES,
     )
+    await ensure_counters(bus, rates.RATES_STREAM, rates.RATES_SUBJECTS, rates.KEPT_S)
     await ensure_stream(bus, usage.USAGE_STREAM, usage.USAGE_SUBJECTS, max_age_s=30 * _DAY_S)
     return Store(
         bus,

@@ -1,24 +1,27 @@
-"""Tenants and API keys: made, changed, listed, revoked. Secrets are shown once, and stored as hashes only."""
+"""Tenants: made, changed, shown, deleted; and the routing that all of them share."""
 
-import base64
-import hashlib
 import re
 import secrets
-from collections.abc import Callable
+from typing import Any
 
 import anyio.to_thread
 import bcrypt
 import msgspec
 import structlog
 
-from services.registry.mounting import now
+from services.registry.guarantees import GuaranteeService
+from services.registry.keys import KeyService, random_id
+from services.registry.reports import Reports
+from services.registry.shares import SharesService
 from services.registry.store import Store
-from services.registry.views import key_view, tenant_view
-from shared.bus import Entry
-from shared.contracts import adapters, admin, state
-from shared.contracts.state import ApiKey, Routing, RoutingDefault, Tenant
-from shared.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
-from shared.policy.admission import held_bytes
+from services.registry.stored import StoredLedger
+from services.registry.views import figures_of, tenant_view
+from shared.bus import Entry, counted
+from shared.contracts import adapters, admin, rates, state
+from shared.contracts.state import Routing, RoutingDefault, Tenant
+from shared.contracts.tenancy import TenantLimits
+from shared.errors import Conflict, InvalidRequest
+from shared.policy.limits import MAX_BYTES, changed
 
 log = structlog.get_logger()
 
@@ -47,35 +50,61 @@ def checked_adapter_name(name: str, base: str) -> str:
 
 
 class TenantService:
-    def __init__(self, store: Store, uploads_limit_bytes: int) -> None:
+    """A tenant's shares and guarantees stand before it does, and before a larger limit is in its record."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: KeyService,
+        shares: SharesService,
+        guarantees: GuaranteeService,
+        stored: StoredLedger,
+        reports: Reports,
+        uploads_limit_bytes: int,
+    ) -> None:
         self._store = store
+        self._keys = keys
+        self._shares = shares
+        self._guarantees = guarantees
+        self._stored = stored
+        self._reports = reports
         self._uploads_limit_bytes = uploads_limit_bytes
 
     async def create(self, request: admin.CreateTenant) -> admin.TenantView:
-        """:raises Conflict: the name is taken."""
+        """:raises Conflict: the name is taken. :raises QuotaExceeded: a pool cannot guarantee its KV cache."""
         checked_name(request.name, "tenant")
-        _not_negative("vram_quota_bytes", request.vram_quota_bytes)
-        _not_negative("upgrade_headroom_bytes", request.upgrade_headroom_bytes)
+        _checked_bytes("vram_quota_bytes", request.vram_quota_bytes)
+        _checked_bytes("upgrade_headroom_bytes", request.upgrade_headroom_bytes)
         tenant = Tenant(
-            tenant_id="tn_" + _random(20),
+            tenant_id="tn_" + random_id(20),
             name=request.name,
             vram_quota_bytes=request.vram_quota_bytes,
             upgrade_headroom_bytes=request.upgrade_headroom_bytes,
             base_allowed=request.base_allowed,
+            limits=_checked_limits(TenantLimits(), request.limits),
         )
+        if await self._store.live.get(state.TENANT_PREFIX + tenant.name) is not None:
+            raise Conflict(f"tenant {request.name} exists already", tenant=request.name)
+        await self._guarantees.raise_to(tenant.tenant_id, tenant.limits.kv_quota_bytes)
         password = ""
         if request.nats_password:
             password, hashed = await self._nats_user(tenant.tenant_id)
             tenant = msgspec.structs.replace(tenant, nats_password_bcrypt=hashed)
+        await self._shares.settle(tenant, await self._store.pools())
         try:
             await self._store.live.create(state.TENANT_PREFIX + tenant.name, state.encode(tenant))
         except Conflict as error:
+            await self._guarantees.lower_to(tenant.tenant_id, None)
+            await self._shares.forget(tenant.tenant_id)
             raise Conflict(f"tenant {request.name} exists already", tenant=request.name) from error
         log.info("tenant.created", tenant=tenant.name, tenant_id=tenant.tenant_id)
-        return tenant_view(tenant, [], password)
+        return await self._view(tenant, password)
 
     async def update(self, request: admin.UpdateTenant) -> admin.TenantView:
-        """:raises QuotaExceeded: the new quota is less than what is held."""
+        """A quota below what is held is accepted, told as over quota, and lets nothing new in.
+
+        :raises QuotaExceeded: a pool cannot guarantee that much KV cache.
+        """
         tenant = await self._store.tenant(request.name)
         changes = {
             field: value
@@ -83,17 +112,51 @@ class TenantService:
             if (value := getattr(request, field)) is not None
         }
         for field in ("vram_quota_bytes", "upgrade_headroom_bytes"):
-            _not_negative(field, changes.get(field, 0))
+            _checked_bytes(field, changes.get(field, 0))
         for name, ceiling_bytes in (request.adapter_ceilings or {}).items():
-            _not_negative("adapter_ceilings." + checked_name(name, "adapter"), ceiling_bytes)
-        pools = [pool for pool, _ in (await self._store.pools()).values()]
-        _not_below_held(msgspec.structs.replace(tenant, **changes), pools)
+            _checked_bytes("adapter_ceilings." + checked_name(name, "adapter"), ceiling_bytes)
+        if request.default_adapter:
+            checked_name(request.default_adapter, "default_adapter")
+        limits = _checked_limits(tenant.limits, request.limits)
+        await self._guarantees.raise_to(tenant.tenant_id, limits.kv_quota_bytes)
         password = ""
         if request.nats_password:
             password, changes["nats_password_bcrypt"] = await self._nats_user(tenant.tenant_id)
-        changed = await self._store.change_tenant(request.name, lambda present: msgspec.structs.replace(present, **changes))
-        log.info("tenant.updated", tenant=request.name, fields=sorted(changes))
-        return tenant_view(changed, pools, password)
+
+        def change(present: Tenant) -> Tenant:
+            return msgspec.structs.replace(present, limits=_checked_limits(present.limits, request.limits), **changes)
+
+        after = await self._store.change_tenant(request.name, change)
+        if request.limits:
+            await self._shares.settle(after, await self._store.pools())
+            await self._guarantees.lower_to(after.tenant_id, after.limits.kv_quota_bytes)
+        log.info("tenant.updated", tenant=request.name, fields=sorted(changes), limits=sorted(request.limits))
+        return await self._view(after, password)
+
+    async def show(self, request: admin.ShowTenant) -> admin.TenantView:
+        """With what it asks for, holds and may hold of everything.
+
+        :raises NotFound: no such tenant.
+        """
+        return await self._view(await self._store.tenant(request.name))
+
+    async def _view(self, tenant: Tenant, nats_password: str = "") -> admin.TenantView:
+        pools = [pool for pool, _ in (await self._store.pools()).values()]
+        stored_bytes = await self._stored.held_bytes(tenant.tenant_id)
+        leased = await self._leased(tenant)
+        return tenant_view(tenant, pools, nats_password, figures_of(tenant, pools, self._reports.uses, stored_bytes, leased))
+
+    async def _leased(self, tenant: Tenant) -> tuple[int, int]:
+        """Requests and tokens of this minute that routers have taken."""
+        beat = self._store.live_mirror.entries.get(state.HEARTBEAT_KEY)
+        minute = int((beat.stamp_s if beat is not None else 0.0) // 60)
+        limits = tenant.limits
+        requests, tokens = 0, 0
+        if limits.requests_per_minute is not None:
+            requests = await counted(self._store.bus, rates.RATES_STREAM, rates.rate_subject(tenant.tenant_id, rates.REQUESTS, minute))
+        if limits.tokens_per_minute is not None:
+            tokens = await counted(self._store.bus, rates.RATES_STREAM, rates.rate_subject(tenant.tenant_id, rates.TOKENS, minute))
+        return requests, tokens
 
     async def listed(self, _request: admin.ListTenants) -> list[admin.TenantView]:
         pools = [pool for pool, _ in (await self._store.pools()).values()]
@@ -110,17 +173,14 @@ class TenantService:
                     tenant=tenant.name,
                     adapters=mounted,
                 )
-        await self._revoke_keys(tenant.name)
+        await self._keys.revoke_all(tenant.name)
         await self._store.live.delete(state.TENANT_PREFIX + tenant.name)
-        await self._revoke_keys(tenant.name)  # one made in between would speak for the next tenant of this name
+        await self._keys.revoke_all(tenant.name)  # one made in between would speak for the next tenant of this name
         await self._forget(tenant)
+        await self._shares.forget(tenant.tenant_id)
+        await self._stored.forget(tenant.tenant_id)
         await self._store.delete_uploads(tenant.tenant_id)
         log.info("tenant.deleted", tenant=tenant.name, tenant_id=tenant.tenant_id)
-
-    async def _revoke_keys(self, tenant: str) -> None:
-        """Of the bucket itself: the mirror may not show the newest yet."""
-        for key_name in await self._store.live.keys(state.KEY_PREFIX):
-            await self._change_key(key_name, lambda key: _without_tenant(key, tenant) if tenant in key.tenants else key)
 
     async def _forget(self, tenant: Tenant) -> None:
         """Its records and claims; the artifacts then belong to nobody, and housekeeping takes them."""
@@ -137,7 +197,8 @@ class TenantService:
                 pool = adapters.decode_pool(entry.value)
                 versions = {name: known for name, known in pool.versions.items() if name != tenant.name}
                 aliases = {name: known for name, known in pool.aliases.items() if name != tenant.name}
-                return adapters.encode(msgspec.structs.replace(pool, versions=versions, aliases=aliases))
+                guaranteed = {known: size for known, size in pool.guaranteed.items() if known != tenant.tenant_id}
+                return adapters.encode(msgspec.structs.replace(pool, versions=versions, aliases=aliases, guaranteed=guaranteed))
 
             await self._store.change(self._store.live, state.POOL_PREFIX + pool_id, without)
 
@@ -147,61 +208,6 @@ class TenantService:
         password = secrets.token_urlsafe(24)
         hashed = await anyio.to_thread.run_sync(lambda: bcrypt.hashpw(password.encode(), bcrypt.gensalt(_BCRYPT_COST)))
         return password, hashed.decode()
-
-    async def create_key(self, request: admin.CreateKey) -> admin.KeyView:
-        """The view with the secret, which is not kept.
-
-        :raises NotFound: no such tenant.
-        """
-        if not request.tenants or (len(request.tenants) > 1 and not request.gateway):
-            raise InvalidRequest("a key speaks for one tenant, a gateway's key for one or more", field="tenants", got=list(request.tenants))
-        for tenant in request.tenants:
-            await self._store.tenant(tenant)
-        secret = "tk_" + secrets.token_urlsafe(32)
-        key = ApiKey(
-            key_id="key_" + _random(16),
-            label=request.label,
-            tenants=tuple(dict.fromkeys(request.tenants)),
-            gateway=request.gateway,
-            created_at=now(),
-        )
-        name = state.KEY_PREFIX + hashlib.sha256(secret.encode()).hexdigest()
-        await self._store.live.create(name, state.encode(key))
-        try:
-            for tenant in key.tenants:
-                await self._store.tenant(tenant)  # it may have been deleted meanwhile, and its keys with it
-        except NotFound:
-            await self._store.live.delete(name)
-            raise
-        log.info("key.created", key_id=key.key_id, tenants=key.tenants, gateway=key.gateway)
-        return key_view(key, secret)
-
-    async def list_keys(self, request: admin.ListKeys) -> list[admin.KeyView]:
-        return [key_view(key) for _, key in self._store.api_keys() if request.tenant in ("", *key.tenants)]
-
-    async def revoke_key(self, request: admin.RevokeKey) -> admin.KeyView:
-        """Idempotent.
-
-        :raises NotFound: no such key.
-        """
-        name = next((name for name, key in self._store.api_keys() if key.key_id == request.key_id), "")
-        for candidate in [] if name else await self._store.live.keys(state.KEY_PREFIX):
-            found = await self._store.live.get(candidate)
-            if found is not None and state.decode_key(found.value).key_id == request.key_id:
-                name = candidate
-        if not name:
-            raise NotFound(f"there is no key {request.key_id}", key_id=request.key_id)
-        await self._change_key(name, lambda key: msgspec.structs.replace(key, revoked=True))
-        found = await self._store.live.get(name)
-        assert found is not None
-        log.info("key.revoked", key_id=request.key_id)
-        return key_view(state.decode_key(found.value))
-
-    async def _change_key(self, name: str, decide: Callable[[ApiKey], ApiKey]) -> None:
-        async def encode(entry: Entry | None) -> bytes | None:
-            return state.encode(decide(state.decode_key(entry.value))) if entry else None
-
-        await self._store.change(self._store.live, name, encode)
 
     async def set_routing(self, request: admin.SetRouting) -> Routing:
         if not _HEADER.fullmatch(request.header):
@@ -214,30 +220,14 @@ class TenantService:
         return routing
 
 
-def _without_tenant(key: ApiKey, tenant: str) -> ApiKey:
-    """A key that speaks for nobody else is revoked."""
-    left = tuple(name for name in key.tenants if name != tenant)
-    return msgspec.structs.replace(key, tenants=left) if left else msgspec.structs.replace(key, revoked=True)
+def _checked_bytes(field: str, value: int) -> None:
+    if not 0 <= value <= MAX_BYTES:
+        raise InvalidRequest(f"{field} is {value}; expected 0 to {MAX_BYTES}", field=field, got=value)
 
 
-def _random(length: int) -> str:
-    return base64.b32encode(secrets.token_bytes(length)).decode().lower()[:length]
-
-
-def _not_negative(field: str, value: int) -> None:
-    if value < 0:
-        raise InvalidRequest(f"{field} is {value}; expected 0 or more", field=field, got=value)
-
-
-def _not_below_held(tenant: Tenant, pools: list[adapters.PoolEntry]) -> None:
-    limit = tenant.vram_quota_bytes + tenant.upgrade_headroom_bytes
-    for pool in pools:
-        held = held_bytes(pool, tenant.tenant_id)
-        if held > limit:
-            raise QuotaExceeded(
-                f"tenant {tenant.name} holds {held} bytes in pool {pool.pool_id}, more than {limit}; unload adapters first",
-                scope="tenant",
-                asked_bytes=0,
-                held_bytes=held,
-                limit_bytes=limit,
-            )
+def _checked_limits(limits: TenantLimits, changes: dict[str, Any]) -> TenantLimits:
+    """:raises InvalidRequest: which limit is wrong."""
+    decided = changed(limits, changes)
+    if isinstance(decided, InvalidRequest):
+        raise decided
+    return decided

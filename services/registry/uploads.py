@@ -128,3 +128,22 @@ class UploadRecords:
         if not keep_upload:
             await self.discard_upload(record)
         await self._store.catalog.delete(state.ADAPTER_PREFIX + record.adapter_id)
+
+    async def erase(self, record: AdapterRecord) -> None:
+        """A version at rest: its claim, its record, its stored files.
+
+        :raises Conflict: it has moved on meanwhile.
+        """
+        key = state.ADAPTER_PREFIX + record.adapter_id
+        entry = await self._store.catalog.get(key)
+        if entry is None:
+            return
+        if state.decode_record(entry.value).state is not record.state:
+            raise Conflict(f"{record.name} version {record.version} is not at rest any more", adapter=record.name)
+        await self._store.catalog.delete(key, entry.revision)
+        claim = f"{state.UPLOAD_PREFIX}{record.tenant_id}.{record.name}.{record.digest.rsplit(':', 1)[-1]}"
+        held = await self._store.catalog.get(claim) if record.digest else None
+        if held is not None and held.value.decode() == record.adapter_id:
+            await self._store.catalog.delete(claim, held.revision)
+        if record.artifact:
+            await self._store.artifacts.delete(record.artifact)

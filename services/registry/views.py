@@ -1,11 +1,15 @@
 """What people are shown: a record and, while it is mounted, its pool's entry, which is the authority on its state."""
 
+from collections.abc import Callable
+
 import msgspec
 
+from services.registry.guarantees import guarantee_notes
+from services.registry.reports import PoolUses
 from shared.contracts.adapters import PoolEntry
-from shared.contracts.admin import AdapterView, KeyView, TenantView
+from shared.contracts.admin import AdapterView, KeyView, QuotaFigure, TenantView
 from shared.contracts.state import AdapterRecord, ApiKey, Tenant
-from shared.policy.admission import held_bytes
+from shared.policy.admission import held_bytes, host_bytes
 
 
 def adapter_view(record: AdapterRecord, pool: PoolEntry | None) -> AdapterView:
@@ -36,8 +40,11 @@ def adapter_view(record: AdapterRecord, pool: PoolEntry | None) -> AdapterView:
     )
 
 
-def tenant_view(tenant: Tenant, pools: list[PoolEntry], nats_password: str = "") -> TenantView:
-    """`adapters`: those mounted."""
+def tenant_view(
+    tenant: Tenant, pools: list[PoolEntry], nats_password: str = "", figures: tuple[QuotaFigure, ...] | None = None
+) -> TenantView:
+    """`adapters`: those mounted. Without `figures` only those of VRAM are told."""
+    figures = figures if figures is not None else tuple(vram_figure(tenant, pool) for pool in pools)
     return TenantView(
         tenant_id=tenant.tenant_id,
         name=tenant.name,
@@ -50,10 +57,52 @@ def tenant_view(tenant: Tenant, pools: list[PoolEntry], nats_password: str = "")
         adapter_ceilings=tenant.adapter_ceilings,
         nats_user=tenant.tenant_id if tenant.nats_password_bcrypt else "",
         nats_password=nats_password,
+        limits=tenant.limits,
+        figures=figures,
+        over_quota=tuple(dict.fromkeys(figure.resource for figure in figures if figure.over)),
+        notes=tuple(note for pool in pools for note in guarantee_notes(pool, tenant)),
     )
 
 
-def key_view(key: ApiKey, secret: str = "") -> KeyView:
+def vram_figure(tenant: Tenant, pool: PoolEntry) -> QuotaFigure:
+    """The headroom counts while a name has two versions."""
+    names = [mount.name for mount in pool.mounts.values() if mount.tenant_id == tenant.tenant_id]
+    headroom = tenant.upgrade_headroom_bytes if len(names) > len(set(names)) else 0
+    return QuotaFigure(
+        resource="vram_bytes",
+        pool_id=pool.pool_id,
+        held=held_bytes(pool, tenant.tenant_id),
+        allowed=tenant.vram_quota_bytes + headroom,
+    )
+
+
+def figures_of(
+    tenant: Tenant, pools: list[PoolEntry], uses: Callable[[PoolEntry], PoolUses], stored_bytes: int, leased: tuple[int, int]
+) -> tuple[QuotaFigure, ...]:
+    """`leased`: requests and tokens of this minute that routers have taken."""
+    limits = tenant.limits
+    found: list[QuotaFigure] = []
+    for pool in pools:
+        found.append(vram_figure(tenant, pool))
+        used = uses(pool).of(tenant.tenant_id).values()
+        waiting, running, kv_bytes = (sum(getattr(use, name) for use in used) for name in ("waiting", "running", "kv_bytes"))
+        found.append(QuotaFigure(resource="concurrent", pool_id=pool.pool_id, asked=waiting, held=running, allowed=limits.max_concurrent))
+        most_kv = None if limits.burst else limits.kv_quota_bytes
+        found.append(QuotaFigure(resource="kv_bytes", pool_id=pool.pool_id, held=kv_bytes, allowed=most_kv))
+        for worker_id in sorted(pool.workers):
+            held = host_bytes(pool, tenant.tenant_id, worker_id)
+            found.append(
+                QuotaFigure(
+                    resource="host_cache_bytes", pool_id=pool.pool_id, worker_id=worker_id, held=held, allowed=limits.host_cache_bytes
+                )
+            )
+    found.append(QuotaFigure(resource="artifact_bytes", held=stored_bytes, allowed=limits.artifact_bytes))
+    found.append(QuotaFigure(resource="requests_per_minute", held=leased[0], allowed=limits.requests_per_minute))
+    found.append(QuotaFigure(resource="tokens_per_minute", held=leased[1], allowed=limits.tokens_per_minute))
+    return tuple(found)
+
+
+def key_view(key: ApiKey, secret: str = "", replaces: str = "") -> KeyView:
     return KeyView(
         key_id=key.key_id,
         label=key.label,
@@ -62,4 +111,8 @@ def key_view(key: ApiKey, secret: str = "") -> KeyView:
         revoked=key.revoked,
         created_at=key.created_at,
         secret=secret,
+        scopes=key.scopes,
+        prefix=key.prefix,
+        expires_at=key.expires_at,
+        replaces=replaces,
     )

@@ -1,18 +1,18 @@
 """Workers: who says hello is in its pool's entry, with what it can hold; pools as people see them; workers that will not come back."""
 
-import asyncio
-
 import msgspec
 import structlog
 
 from services.registry.matrix import MatrixService
 from services.registry.mounting import Mounting
+from services.registry.reports import Reports
+from services.registry.shares import SharesService
 from services.registry.store import Store
-from shared.bus import Entry, Message
-from shared.contracts import adapters, admin, state, workers
+from shared.bus import Entry
+from shared.contracts import adapters, admin, state
 from shared.contracts.adapters import PoolEntry, PoolWorker
 from shared.contracts.subjects import token
-from shared.contracts.workers import HelloAccepted, WorkerHello, WorkerReport
+from shared.contracts.workers import HelloAccepted, WorkerHello
 from shared.errors import InvalidRequest, NotFound, TenantryError
 from shared.policy.admission import held_bytes
 from shared.policy.mounts import Change, worker_arrived, worker_removed
@@ -20,18 +20,17 @@ from shared.policy.placement import slots_held
 
 log = structlog.get_logger()
 
-_MAX_REPORTS = 4096
-
 
 class WorkerService:
-    def __init__(self, store: Store, mounting: Mounting, matrix: MatrixService) -> None:
+    def __init__(self, store: Store, mounting: Mounting, matrix: MatrixService, reports: Reports, shares: SharesService) -> None:
         self._store = store
         self._mounting = mounting
         self._matrix = matrix
-        self._reports: dict[str, tuple[WorkerReport, float]] = {}
+        self._reports = reports
+        self._shares = shares
 
     async def hello(self, hello: WorkerHello) -> HelloAccepted:
-        """The worker stands in its pool's entry (made for the first one) under this incarnation.
+        """The worker stands in its pool's entry (made for the first one) under this incarnation, and has its shares.
 
         The base's own label becomes an alias for its identity, unless the label has an entry already: that is an operator's.
 
@@ -54,6 +53,7 @@ class WorkerService:
 
         done = await self._mounting.change(hello.pool_id, arrive)
         assert done is not None
+        await self._shares.settle_pool(hello.pool_id)
         log.info("worker.arrived", worker=hello.worker_id, incarnation=hello.incarnation, pool=hello.pool_id, base=base.identity)
         return HelloAccepted(generation=done[1])
 
@@ -73,19 +73,10 @@ class WorkerService:
 
         done = await self._mounting.change(request.pool_id, leave)
         assert done is not None
-        self._reports.pop(request.worker_id, None)
+        self._reports.forget(request.worker_id)
+        await self._shares.settle_pool(request.pool_id)
         log.warning("worker.removed", worker=request.worker_id, released=len(done[0].outcomes))
         return self._view(done[0].pool, done[1])
-
-    def heard(self, message: Message) -> None:
-        """A worker's report; kept to be shown."""
-        try:
-            report = workers.decode_report(message.data)
-        except msgspec.MsgspecError as error:
-            log.warning("worker.report_malformed", subject=message.subject, error=str(error))
-            return
-        if report.worker_id in self._reports or len(self._reports) < _MAX_REPORTS:
-            self._reports[report.worker_id] = (report, asyncio.get_running_loop().time())
 
     async def list_pools(self, _request: admin.ListPools) -> list[admin.PoolView]:
         return [self._view(pool, revision) for _, (pool, revision) in sorted((await self._store.pools()).items())]
@@ -110,7 +101,7 @@ class WorkerService:
         )
 
     def _worker_view(self, pool: PoolEntry, worker: PoolWorker) -> admin.WorkerView:
-        report, heard_at = self._reports.get(worker.worker_id, (None, 0.0))
+        report, age_s = self._reports.last(worker.worker_id)
         return admin.WorkerView(
             worker_id=worker.worker_id,
             incarnation=worker.incarnation,
@@ -120,5 +111,5 @@ class WorkerService:
             max_rank=worker.limits.max_rank,
             bytes_per_rank=worker.limits.bytes_per_rank,
             report=report,
-            report_age_s=round(asyncio.get_running_loop().time() - heard_at, 3) if report else -1.0,
+            report_age_s=age_s,
         )

@@ -13,11 +13,13 @@ from shared.bus.connection import (
     connect_with_patience,
     settings_from,
 )
+from shared.bus.counters import INCREMENT_HEADER, Moved, counted, decode_moved, ensure_counters
 from shared.bus.kv import Bucket, Entry, Mirror, open_bucket
 from shared.bus.objects import ObjectCorrupt, Objects, delete_objects, limit_objects, open_objects
 from shared.bus.streams import Consumer, Delivery, ensure_stream, publish_durable, read_last
 
 __all__ = [
+    "INCREMENT_HEADER",
     "MAX_PAYLOAD_BYTES",
     "Bucket",
     "Bus",
@@ -28,6 +30,7 @@ __all__ = [
     "Entry",
     "Message",
     "Mirror",
+    "Moved",
     "NoResponder",
     "ObjectCorrupt",
     "Objects",
@@ -35,7 +38,10 @@ __all__ = [
     "Subscription",
     "connect",
     "connect_with_patience",
+    "counted",
+    "decode_moved",
     "delete_objects",
+    "ensure_counters",
     "ensure_stream",
     "limit_objects",
     "open_bucket",

@@ -167,13 +167,13 @@ class Bus:
         self._opened = True
         self._js = self._client.jetstream(timeout=5)
 
-    async def publish(self, subject: str, data: bytes, reply: str = "") -> None:
+    async def publish(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         """Core NATS, at most once; buffered while reconnecting.
 
         :raises BusUnavailable: closed, or the buffer is full.
         """
         try:
-            await self._client.publish(subject, data, reply=reply)
+            await self._client.publish(subject, data, reply=reply, headers=headers)
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError) as error:
             raise BusUnavailable(f"cannot publish: {error}", retry_after_s=1.0) from error
 

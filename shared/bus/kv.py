@@ -22,8 +22,11 @@ _LIST_STALL_S = 5.0
 
 
 class Entry(msgspec.Struct, frozen=True):
+    """`stamp_s`: when the server stored it, by the server's clock since 1970; of watched entries only."""
+
     value: bytes
     revision: int
+    stamp_s: float = 0.0
 
 
 class Bucket:
@@ -157,7 +160,8 @@ class Watch:
         message = await self._subscription.next_msg(timeout=timeout_s)
         headers = message.headers or {}
         gone = headers.get("KV-Operation") in {"DEL", "PURGE"} or "Nats-Marker-Reason" in headers
-        entry = None if gone else Entry(message.data, message.metadata.sequence.stream)
+        metadata = message.metadata
+        entry = None if gone else Entry(message.data, metadata.sequence.stream, metadata.timestamp.timestamp())
         return Change(message.subject.removeprefix(self._prefix), entry, message.metadata.num_pending == 0)
 
 

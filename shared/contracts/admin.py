@@ -10,7 +10,9 @@ import msgspec
 
 from shared.contracts.adapters import Mount, OnDeadline
 from shared.contracts.errors import ErrorInfo
+from shared.contracts.state import Scope
 from shared.contracts.subjects import ROOT
+from shared.contracts.tenancy import TenantLimits
 from shared.contracts.workers import WorkerReport
 
 ADMIN_SUBJECT = f"{ROOT}.admin"
@@ -22,6 +24,7 @@ class CreateTenant(msgspec.Struct, frozen=True, kw_only=True, tag="create_tenant
     upgrade_headroom_bytes: int = 0
     base_allowed: bool = True
     nats_password: bool = False  # make a NATS user for it; the password is in the reply, once
+    limits: dict[str, Any] = {}  # fields of TenantLimits; what is not named has its default
 
 
 class UpdateTenant(msgspec.Struct, frozen=True, kw_only=True, tag="update_tenant"):
@@ -34,6 +37,11 @@ class UpdateTenant(msgspec.Struct, frozen=True, kw_only=True, tag="update_tenant
     default_adapter: str | None = None
     base_allowed: bool | None = None
     nats_password: bool = False  # make a new one
+    limits: dict[str, Any] = {}  # fields of TenantLimits; what is not named stays, null takes a limit away
+
+
+class ShowTenant(msgspec.Struct, frozen=True, kw_only=True, tag="show_tenant"):
+    name: str
 
 
 class ListTenants(msgspec.Struct, frozen=True, kw_only=True, tag="list_tenants"):
@@ -50,14 +58,29 @@ class CreateKey(msgspec.Struct, frozen=True, kw_only=True, tag="create_key"):
     tenants: tuple[str, ...]
     gateway: bool = False
     label: str = ""
+    scopes: tuple[str, ...] = (Scope.INFER,)
 
 
 class ListKeys(msgspec.Struct, frozen=True, kw_only=True, tag="list_keys"):
+    """`own`: only keys that speak for this tenant alone, which are all that the tenant itself may see."""
+
     tenant: str = ""
+    own: bool = False
 
 
 class RevokeKey(msgspec.Struct, frozen=True, kw_only=True, tag="revoke_key"):
+    """`tenant`: only if the key speaks for this tenant alone; any other is as unknown as one that does not exist."""
+
     key_id: str
+    tenant: str = ""
+
+
+class RotateKey(msgspec.Struct, frozen=True, kw_only=True, tag="rotate_key"):
+    """A new secret for the same tenants and scopes; the old one works for overlap_s more. `tenant` as for RevokeKey."""
+
+    key_id: str
+    overlap_s: float = 3600.0
+    tenant: str = ""
 
 
 class AddAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="add_adapter"):
@@ -99,6 +122,14 @@ class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapt
     deadline_s: float = 300.0
     on_deadline: OnDeadline = OnDeadline.ABORT
     wait_s: float = 0.0  # answer at once (0) or when drained
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="remove_adapter"):
+    """Forgets versions that are not mounted, and their stored files. Refused while one of them is."""
+
+    tenant: str
+    name: str
+    version: int = 0  # 0: every version of the name
 
 
 class ListEvents(msgspec.Struct, frozen=True, kw_only=True, tag="list_events"):
@@ -154,15 +185,18 @@ class SetRouting(msgspec.Struct, frozen=True, kw_only=True, tag="set_routing"):
 AdminRequest = (
     CreateTenant
     | UpdateTenant
+    | ShowTenant
     | ListTenants
     | DeleteTenant
     | CreateKey
     | ListKeys
     | RevokeKey
+    | RotateKey
     | AddAdapter
     | ListAdapters
     | ShowAdapter
     | UnloadAdapter
+    | RemoveAdapter
     | ListEvents
     | GetMatrix
     | SetLabel
@@ -182,6 +216,22 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
 
 
+class QuotaFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """One quota: what is asked for and waits, held now, and allowed (None: not limited), in the unit that `resource` names."""
+
+    resource: str  # vram_bytes | kv_bytes | concurrent | host_cache_bytes | artifact_bytes | requests_per_minute | tokens_per_minute
+    pool_id: str = ""
+    worker_id: str = ""
+    asked: int = 0
+    held: int = 0
+    allowed: int | None = None
+
+    @property
+    def over(self) -> bool:
+        """More is held than is allowed, since the quota was lowered: nothing is taken away, and nothing new gets in."""
+        return self.allowed is not None and self.held > self.allowed
+
+
 class TenantView(msgspec.Struct, frozen=True, kw_only=True):
     tenant_id: str
     name: str
@@ -194,6 +244,10 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
     adapter_ceilings: dict[str, int] = {}
     nats_user: str = ""
     nats_password: str = ""  # only in the reply that made it
+    limits: TenantLimits = TenantLimits()
+    figures: tuple[QuotaFigure, ...] = ()
+    over_quota: tuple[str, ...] = ()  # resources of which more is held than is allowed
+    notes: tuple[str, ...] = ()  # what could not be checked, and what does not fit
 
 
 class KeyView(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +258,10 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     revoked: bool
     created_at: str
     secret: str = ""  # only in the reply that made it
+    scopes: tuple[str, ...] = (Scope.INFER,)
+    prefix: str = ""
+    expires_at: str = ""
+    replaces: str = ""  # key_id of the one that was rotated; only in the reply that made it
 
 
 class AdapterView(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 STATE keys: `hb` (the registries' heartbeat), `config.routing`, `tenant.<name>`, `key.<sha256 of the secret>`, `pool.<pool_id>`,
 `shares.<pool_id>.<tenant_id>` (shared/contracts/tenancy.py).
 CATALOG keys: `adapter.<adapter_id>`, `base.<digest>`, `matrix`, `upload.<tenant_id>.<name>.<digest>` (the adapter_id that these bytes
-are, under this name, for this tenant).
+are, under this name, for this tenant), `stored.<tenant_id>`.
 One watch over STATE carries heartbeat, keys and routes alike: a watch that shows the heartbeat shows everything.
 """
 
@@ -27,6 +27,7 @@ POOL_PREFIX = "pool."
 ADAPTER_PREFIX = "adapter."
 BASE_PREFIX = "base."
 UPLOAD_PREFIX = "upload."
+STORED_PREFIX = "stored."
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"  # tenants' and adapters' names
 
@@ -128,6 +129,12 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     load_ms: float = 0.0
 
 
+class StoredFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant's stored adapter files take: bytes by adapter_id, written before the files are."""
+
+    files: dict[str, int] = {}
+
+
 class PairEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One explicit cell of the compatibility matrix."""
 
@@ -149,4 +156,5 @@ decode_tenant = msgspec.json.Decoder(Tenant).decode
 decode_key = msgspec.json.Decoder(ApiKey).decode
 decode_routing = msgspec.json.Decoder(Routing).decode
 decode_record = msgspec.json.Decoder(AdapterRecord).decode
+decode_stored = msgspec.json.Decoder(StoredFiles).decode
 decode_matrix = msgspec.json.Decoder(Matrix).decode

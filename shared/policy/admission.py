@@ -2,7 +2,8 @@
 
 Bytes are those of the slot (rank class times bytes per rank), whatever the tensors need. The rules, per tenant and pool:
 the largest version of every name fits the quota; all versions together fit the quota and the upgrade headroom. With one
-version per name the two are the same, so the headroom is used only while a name is being switched.
+version per name the two are the same, so the headroom is used only while a name is being switched. What a worker keeps of
+adapters in host memory is their packed files' bytes.
 """
 
 import msgspec
@@ -10,11 +11,11 @@ import msgspec
 from shared.contracts.adapters import DrainOrder, Mount, PoolEntry, PoolWorker
 from shared.contracts.base import EngineLimits
 from shared.contracts.state import Tenant
-from shared.errors import Conflict, NoFreeSlot, QuotaExceeded
+from shared.errors import Conflict, HostCacheExceeded, NoFreeSlot, QuotaExceeded
 from shared.policy.lifecycle import AdapterState, LifecycleEvent, step
 from shared.policy.placement import choose_worker, slots_held, waits
 
-Refusal = QuotaExceeded | NoFreeSlot | Conflict
+Refusal = QuotaExceeded | HostCacheExceeded | NoFreeSlot | Conflict
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,7 @@ def decide(pool: PoolEntry, tenant: Tenant, ask: Ask, revision: int) -> Reserved
         return _no_slot(pool, ask)
     mount = _mount(pool, tenant, ask, worker, revision, predecessor)
     reserved = _with(pool, tenant, mount, predecessor, revision)
-    return _over_limits(pool, reserved.pool, tenant, mount, others) or reserved
+    return _over_limits(pool, reserved.pool, tenant, mount, others) or _over_host_cache(pool, tenant, mount) or reserved
 
 
 def _predecessor(pool: PoolEntry, serving: str, others: list[Mount]) -> Mount | None:
@@ -164,6 +165,28 @@ def _over_limits(before: PoolEntry, after: PoolEntry, tenant: Tenant, mount: Mou
         if is_over or held_bytes(after, tenant.tenant_id, mount.name) > ceiling + headroom:
             return _exceeded("adapter", mount.name, mount, held, ceiling if is_over else ceiling + headroom, hint)
     return None
+
+
+def host_bytes(pool: PoolEntry, tenant_id: str, worker_id: str) -> int:
+    """What the tenant's adapters on a worker take of its host memory; one that waits takes what it inherits room from leaves."""
+    mine = [mount for mount in pool.mounts.values() if (mount.tenant_id, mount.worker_id) == (tenant_id, worker_id)]
+    return sum(max(0, mount.artifact_bytes - (pool.mounts[mount.waits_for].artifact_bytes if waits(pool, mount) else 0)) for mount in mine)
+
+
+def _over_host_cache(before: PoolEntry, tenant: Tenant, mount: Mount) -> HostCacheExceeded | None:
+    limit = tenant.limits.host_cache_bytes
+    held = host_bytes(before, tenant.tenant_id, mount.worker_id)
+    freed = before.mounts[mount.waits_for].artifact_bytes if mount.waits_for in before.mounts else 0
+    if limit is None or held + max(0, mount.artifact_bytes - freed) <= limit:
+        return None
+    return HostCacheExceeded(
+        f"{mount.name} takes {mount.artifact_bytes} bytes of worker {mount.worker_id}'s host memory; tenant {tenant.name} holds {held}"
+        f" there and is allowed {limit}",
+        asked_bytes=mount.artifact_bytes,
+        held_bytes=held,
+        limit_bytes=limit,
+        worker=mount.worker_id,
+    )
 
 
 def _exceeded(scope: str, whose: str, mount: Mount, held: int, limit: int, hint: str) -> QuotaExceeded:

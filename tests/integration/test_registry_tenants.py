@@ -113,14 +113,22 @@ async def test_an_update_changes_what_it_names_and_leaves_the_rest(bus: Bus) -> 
         assert (changed.adapter_ceilings, changed.default_adapter) == ({"tone": 3}, "tone")
 
 
-async def test_a_quota_below_what_is_held_is_refused_with_the_figures(bus: Bus, tmp_path: Path) -> None:
-    async with small_cluster(bus) as (manager, _):
+async def test_a_quota_below_what_is_held_is_accepted_told_as_over_quota_and_lets_nothing_new_in(bus: Bus, tmp_path: Path) -> None:
+    async with small_cluster(bus) as (manager, worker):
         await manager.tenant("sales")
         await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
+        lowered = msgspec.convert(
+            await manager.ask(admin.UpdateTenant(name="sales", vram_quota_bytes=SLOT_BYTES - 1)), admin.TenantView
+        )  # fmt: skip
+        assert lowered.over_quota == ("vram_bytes",)
+        assert (lowered.vram_held_bytes, lowered.vram_quota_bytes) == (SLOT_BYTES, SLOT_BYTES - 1)
+        assert (await manager.show("sales", "tone")).state == "ready"
         with pytest.raises(QuotaExceeded) as caught:
-            await manager.ask(admin.UpdateTenant(name="sales", vram_quota_bytes=SLOT_BYTES - 1))
+            await manager.add("sales", "mail", adapter(tmp_path, 2), tmp_path)
         assert (caught.value.fields["held_bytes"], caught.value.fields["limit_bytes"]) == (SLOT_BYTES, SLOT_BYTES - 1)
-        await manager.ask(admin.UpdateTenant(name="sales", vram_quota_bytes=SLOT_BYTES))
+        assert len(worker.commands) == 1, "nothing was evicted"
+        raised = msgspec.convert(await manager.ask(admin.UpdateTenant(name="sales", vram_quota_bytes=SLOT_BYTES)), admin.TenantView)
+        assert raised.over_quota == ()
 
 
 async def test_a_tenant_that_holds_adapters_is_not_deleted_and_its_keys_end_with_it(bus: Bus, tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Keeps every tenant's shares of every pool as shared/policy/shares.py decides: at once where a tenant or a worker changes, and
+every round where work waits or a worker has agreed to a cut. Any registry may act; each write is one compare-and-set.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Generic, TypeVar
+
+import structlog
+
+from services.registry.reports import Reports
+from services.registry.standstill import Standstill
+from services.registry.store import Store
+from shared.bus import Entry
+from shared.contracts import adapters, state, tenancy
+from shared.contracts.adapters import PoolEntry
+from shared.contracts.state import Tenant
+from shared.contracts.tenancy import TenantShares
+from shared.errors import Conflict, TenantryError
+from shared.policy.shares import decide
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+_AT_ONCE = 16  # writes under way
+
+
+class Decoded(Generic[T]):
+    """Values by key, decoded once per revision."""
+
+    def __init__(self, decode: Callable[[bytes], T]) -> None:
+        self._decode = decode
+        self._known: dict[str, tuple[int, T]] = {}
+
+    def of(self, entries: dict[str, Entry], prefix: str) -> dict[str, tuple[int, T]]:
+        """Revision and value of every key that begins with `prefix`."""
+        found: dict[str, tuple[int, T]] = {}
+        for key, entry in entries.items():
+            if key.startswith(prefix):
+                known = self._known.get(key)
+                found[key] = known if known and known[0] == entry.revision else (entry.revision, self._decode(entry.value))
+        self._known = found
+        return found
+
+
+class SharesService:
+    def __init__(self, store: Store, reports: Reports, abandoned_s: float) -> None:
+        self._store = store
+        self._reports = reports
+        self._abandoned_s = abandoned_s
+        self._orphans = Standstill()
+        self._pools = Decoded(adapters.decode_pool)
+        self._tenants = Decoded(state.decode_tenant)
+        self._shares = Decoded(tenancy.decode_shares)
+        self._settled: dict[str, tuple[object, ...]] = {}  # by key: what an entry that needed no change was decided from
+
+    async def settle(self, tenant: Tenant, pool_ids: Iterable[str]) -> None:
+        """The tenant's entries of these pools stand, under its present limits."""
+        for pool_id in pool_ids:
+            await self._settle(pool_id, tenant)
+
+    async def settle_pool(self, pool_id: str) -> None:
+        """Every tenant's entry names the pool's present workers: before a worker that said hello is told that it may serve."""
+        waiting = iter(await self._store.present_tenants())
+        while some := list(islice(waiting, _AT_ONCE)):
+            async with asyncio.TaskGroup() as group:
+                for tenant in some:
+                    group.create_task(self._settle(pool_id, tenant))
+
+    async def _settle(self, pool_id: str, tenant: Tenant) -> None:
+        async def write(entry: Entry | None) -> bytes | None:
+            found = await self._store.pool(pool_id)  # read after the entry: never an older incarnation than the entry names
+            return tenancy.encode(self._decided(entry, found[0], tenant)) if found is not None else None
+
+        await self._store.change(self._store.live, tenancy.shares_key(pool_id, tenant.tenant_id), write)
+
+    def _decided(self, entry: Entry | None, pool: PoolEntry, tenant: Tenant) -> TenantShares:
+        workers = {worker_id: worker.incarnation for worker_id, worker in pool.workers.items()}
+        known = tenancy.decode_shares(entry.value) if entry is not None else None
+        uses = self._reports.uses(pool).of(tenant.tenant_id)
+        return decide(known, entry.revision if entry else 0, tenant.tenant_id, tenant.name, tenant.limits, workers, uses)
+
+    async def forget(self, tenant_id: str) -> None:
+        for key in await self._store.live.keys(tenancy.SHARES_PREFIX):
+            if key.endswith(f".{tenant_id}"):
+                await self._store.live.delete(key)
+
+    async def run(self, every_s: float) -> None:
+        """For ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                await self.round(loop.time())
+            except TenantryError as error:
+                log.warning("shares.failed", code=error.code, message=error.message)
+            except Exception:
+                log.exception("shares.failed")
+            await asyncio.sleep(every_s)
+
+    async def round(self, now_s: float) -> None:
+        """One attempt at every entry that is to change; whoever was faster did it."""
+        entries = self._store.live_mirror.entries
+        pools, tenants = self._pools.of(entries, state.POOL_PREFIX), self._tenants.of(entries, state.TENANT_PREFIX)
+        shares = self._shares.of(entries, tenancy.SHARES_PREFIX)
+        writes: list[tuple[str, bytes, int]] = []
+        wanted: set[str] = set()
+        settled: dict[str, tuple[object, ...]] = {}
+        for _, pool in pools.values():
+            workers = {worker_id: worker.incarnation for worker_id, worker in pool.workers.items()}
+            standing = tuple(workers.items())
+            uses = self._reports.uses(pool)
+            for tenant_revision, tenant in tenants.values():
+                key = tenancy.shares_key(pool.pool_id, tenant.tenant_id)
+                wanted.add(key)
+                revision, known = shares.get(key, (0, None))
+                looks = (revision, tenant_revision, standing)
+                if self._settled.get(key) == looks and not uses.busy(tenant.tenant_id):
+                    settled[key] = looks
+                    continue
+                after = decide(known, revision, tenant.tenant_id, tenant.name, tenant.limits, workers, uses.of(tenant.tenant_id))
+                if after != known:
+                    writes.append((key, tenancy.encode(after), revision))
+                elif _is_at_rest(after):
+                    settled[key] = looks
+        self._settled = settled
+        orphans = [key for key in shares if key not in wanted]
+        for key, value, revision in writes:
+            with contextlib.suppress(Conflict):
+                await (self._store.live.update(key, value, revision) if revision else self._store.live.create(key, value))
+        await self._delete_orphans(orphans, now_s)
+
+    async def _delete_orphans(self, keys: list[str], now_s: float) -> None:
+        """Of tenants that are gone; one that is being made has its shares before it is there."""
+        for key in keys:
+            if self._orphans.for_s(key, True, now_s) >= self._abandoned_s:
+                log.info("shares.deleted", key=key)
+                await self._store.live.delete(key)
+        self._orphans.keep(set(keys))
+
+
+def _is_at_rest(shares: TenantShares) -> bool:
+    """No cut is waiting for its worker to agree."""
+    return all(
+        share.held_kv_bytes == (share.kv_bytes or 0) and share.held_concurrent == (share.concurrent or 0)
+        for share in shares.workers.values()
+    )

@@ -1,0 +1,267 @@
+"""Limits of a tenant as managers set and see them, and the two that are enforced where uploads come in."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.bus import Bus, open_bucket
+from shared.contracts import admin, state, tenancy
+from shared.contracts.tenancy import TenantLimits
+from shared.errors import (
+    ArtifactQuotaExceeded,
+    Conflict,
+    HostCacheExceeded,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    TenantryError,
+)
+from tests.integration.registry_rig import LIMITS, POOL, QUICK, Admin, FakeWorker, obeying, running_registry, small_cluster
+from tests.integration.test_registry_adapters import adapter
+from tests.waiting import until_async
+
+WITH_KV = msgspec.structs.replace(LIMITS, kv_blocks=100, kv_block_bytes=10)
+
+
+async def limited(manager: Admin, name: str, **limits: Any) -> admin.TenantView:
+    return msgspec.convert(await manager.ask(admin.UpdateTenant(name=name, limits=limits)), admin.TenantView)
+
+
+async def shown(manager: Admin, name: str) -> admin.TenantView:
+    return msgspec.convert(await manager.ask(admin.ShowTenant(name=name)), admin.TenantView)
+
+
+def figure(view: admin.TenantView, resource: str) -> tuple[int, int, int | None]:
+    found = next(figure for figure in view.figures if figure.resource == resource)
+    return found.asked, found.held, found.allowed
+
+
+async def shares_of(bus: Bus, tenant_id: str) -> tenancy.TenantShares | None:
+    found = await (await open_bucket(bus, state.STATE_BUCKET)).get(tenancy.shares_key(POOL, tenant_id))
+    return tenancy.decode_shares(found.value) if found is not None else None
+
+
+async def test_limits_are_set_changed_one_by_one_and_taken_away(bus: Bus) -> None:
+    async with small_cluster(bus) as (manager, _):
+        made = await manager.tenant("sales", limits={"max_concurrent": 4, "weight": 3})
+        assert made.limits == TenantLimits(max_concurrent=4, weight=3)
+        assert (await limited(manager, "sales", requests_per_minute=60)).limits.max_concurrent == 4
+        after = await limited(manager, "sales", max_concurrent=None)
+        assert after.limits == TenantLimits(weight=3, requests_per_minute=60)
+        assert figure(after, "requests_per_minute") == (0, 0, 60)
+        assert figure(after, "concurrent") == (0, 0, None)
+        entry = await shares_of(bus, made.tenant_id)
+        assert entry is not None
+        assert entry.limits == after.limits, "workers know at once"
+
+
+@pytest.mark.parametrize(
+    ("limits", "field"),
+    [
+        ({"max_concurrent": -1}, "limits.max_concurrent"),
+        ({"kv_quota_bytes": 2**60}, "limits.kv_quota_bytes"),
+        ({"weight": "heavy"}, "limits.weight"),
+        ({"concurrency": 1}, "limits.concurrency"),
+    ],
+)
+async def test_wrong_limits_are_refused_by_name_and_change_nothing(bus: Bus, limits: dict[str, Any], field: str) -> None:
+    async with running_registry(bus):
+        manager = Admin(bus)
+        for request in (admin.CreateTenant(name="new", limits=limits), admin.UpdateTenant(name="sales", limits=limits)):
+            if isinstance(request, admin.UpdateTenant):
+                await manager.tenant("sales")
+            with pytest.raises(InvalidRequest) as caught:
+                await manager.ask(request)
+            assert caught.value.fields["field"] == field
+        assert (await shown(manager, "sales")).limits == TenantLimits()
+        with pytest.raises(NotFound):
+            await shown(manager, "new")
+
+
+@pytest.mark.parametrize("changes", [{"vram_quota_bytes": 2**62}, {"upgrade_headroom_bytes": -1}, {"adapter_ceilings": {"tone": 2**62}}])
+async def test_absurd_quotas_are_refused_by_name(bus: Bus, changes: dict[str, Any]) -> None:
+    async with running_registry(bus):
+        manager = Admin(bus)
+        await manager.tenant("sales")
+        with pytest.raises(InvalidRequest) as caught:
+            await manager.ask(admin.UpdateTenant(name="sales", **changes))
+        assert caught.value.fields["field"].startswith(next(iter(changes)))
+
+
+async def test_what_is_guaranteed_in_sum_fits_the_pools_kv_cache(bus: Bus) -> None:
+    async with small_cluster(bus, limits=WITH_KV) as (manager, _):
+        sales = await manager.tenant("sales", limits={"kv_quota_bytes": 600})
+        await manager.tenant("cs")
+        with pytest.raises(QuotaExceeded) as caught:
+            await limited(manager, "cs", kv_quota_bytes=401)
+        assert {name: caught.value.fields[name] for name in ("asked_bytes", "held_bytes", "limit_bytes", "field")} == {
+            "asked_bytes": 401,
+            "held_bytes": 600,
+            "limit_bytes": 1000,
+            "field": "limits.kv_quota_bytes",
+        }
+        assert (await shown(manager, "cs")).limits.kv_quota_bytes is None
+        with pytest.raises(QuotaExceeded):
+            await manager.tenant("hr", limits={"kv_quota_bytes": 401})
+        assert (await manager.pool()).guaranteed == {sales.tenant_id: 600}
+        await limited(manager, "cs", kv_quota_bytes=400)
+        assert (await limited(manager, "sales", kv_quota_bytes=100)).notes == ()
+        await limited(manager, "cs", kv_quota_bytes=900)
+        await manager.ask(admin.DeleteTenant(name="cs"))
+        assert (await manager.pool()).guaranteed == {sales.tenant_id: 100}
+
+
+async def test_guarantees_that_nobody_can_check_are_given_and_said_to_be_unchecked(bus: Bus) -> None:
+    async with small_cluster(bus) as (manager, _):
+        made = await manager.tenant("sales", limits={"kv_quota_bytes": 10**9})
+        assert "not checked" in made.notes[0]
+
+
+async def test_a_pool_that_comes_later_guarantees_what_fits_and_the_rest_is_told(bus: Bus) -> None:
+    async with running_registry(bus):
+        manager = Admin(bus)
+        await manager.tenant("sales", limits={"kv_quota_bytes": 700})
+        await manager.tenant("cs", limits={"kv_quota_bytes": 700})
+        async with obeying(FakeWorker(bus, limits=WITH_KV)):
+
+            async def guaranteed() -> bool:
+                return list((await manager.pool()).guaranteed.values()) == [700]
+
+            await until_async(guaranteed, what="one of them fits")
+            notes = [(await shown(manager, name)).notes for name in ("sales", "cs")]
+            assert sorted(map(len, notes)) == [0, 1]
+
+
+async def test_files_beyond_the_artifact_quota_are_refused_and_room_comes_back_with_what_is_removed(bus: Bus, tmp_path: Path) -> None:
+    async with small_cluster(bus) as (manager, _):
+        await manager.tenant("sales")
+        await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
+        size = figure(await shown(manager, "sales"), "artifact_bytes")[1]
+        assert size > 0
+        await limited(manager, "sales", artifact_bytes=2 * size - 1)
+        mail = adapter(tmp_path, 2)
+        with pytest.raises(ArtifactQuotaExceeded) as caught:
+            await manager.add("sales", "mail", mail, tmp_path)
+        assert caught.value.fields["asked_bytes"] + caught.value.fields["held_bytes"] > caught.value.fields["limit_bytes"]
+        assert caught.value.fields["held_bytes"] == size
+        assert figure(await shown(manager, "sales"), "artifact_bytes") == (0, size, 2 * size - 1)
+        with pytest.raises(Conflict, match="unload it first"):
+            await manager.ask(admin.RemoveAdapter(tenant="sales", name="tone"))
+        await manager.ask(admin.UnloadAdapter(tenant="sales", name="tone", wait_s=10.0))
+        await manager.ask(admin.RemoveAdapter(tenant="sales", name="tone"))
+        assert figure(await shown(manager, "sales"), "artifact_bytes")[1] == 0
+        with pytest.raises(NotFound):
+            await manager.show("sales", "tone")
+        assert (await manager.add("sales", "mail", mail, tmp_path)).state == "ready"
+
+
+async def test_uploads_at_the_same_time_do_not_pass_the_artifact_quota_together(bus: Bus, tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(QUICK, max_validations=4)
+    async with small_cluster(bus, settings, limits=msgspec.structs.replace(LIMITS, slots=8)) as (manager, _):
+        await manager.tenant("sales")
+        await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
+        size = figure(await shown(manager, "sales"), "artifact_bytes")[1]
+        await limited(manager, "sales", artifact_bytes=3 * size + size // 2)
+        folders = [tmp_path / f"at-once-{i}" for i in range(5)]
+        for folder in folders:
+            folder.mkdir()
+
+        async def add(number: int) -> bool:
+            try:
+                await manager.add("sales", f"a{number}", adapter(folders[number], 10 + number), folders[number])
+            except ArtifactQuotaExceeded:
+                return False
+            return True
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(add(number)) for number in range(5)]
+        assert sum(task.result() for task in tasks) == 2
+        asked, held, allowed = figure(await shown(manager, "sales"), "artifact_bytes")
+        assert held <= (allowed or 0)
+        assert asked == 0
+
+
+async def test_more_than_a_workers_host_cache_may_keep_of_a_tenant_is_refused_with_the_figures(bus: Bus, tmp_path: Path) -> None:
+    async with small_cluster(bus) as (manager, worker):
+        await manager.tenant("sales")
+        await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
+        held = figure(await shown(manager, "sales"), "host_cache_bytes")[1]
+        await limited(manager, "sales", host_cache_bytes=held)
+        with pytest.raises(HostCacheExceeded) as caught:
+            await manager.add("sales", "mail", adapter(tmp_path, 2), tmp_path)
+        assert (caught.value.fields["held_bytes"], caught.value.fields["limit_bytes"]) == (held, held)
+        assert len(worker.commands) == 1
+        over = await limited(manager, "sales", host_cache_bytes=held - 1)
+        assert over.over_quota == ("host_cache_bytes",)
+
+
+async def test_the_ledger_of_stored_files_is_put_right(bus: Bus, tmp_path: Path) -> None:
+    async with small_cluster(bus) as (manager, _):
+        made = await manager.tenant("sales")
+        await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
+        size = figure(await shown(manager, "sales"), "artifact_bytes")[1]
+        catalog = await open_bucket(bus, state.CATALOG_BUCKET)
+        await catalog.put(state.STORED_PREFIX + made.tenant_id, state.encode(state.StoredFiles(files={"ad_gone": 5})))
+
+        async def right() -> bool:
+            return figure(await shown(manager, "sales"), "artifact_bytes")[1] == size
+
+        await until_async(right, what="the ledger says what is stored")
+
+
+async def test_an_adapter_of_another_tenant_cannot_be_removed_and_is_not_told_from_one_that_does_not_exist(
+    bus: Bus, tmp_path: Path
+) -> None:
+    async with small_cluster(bus) as (manager, _):
+        for name in ("sales", "cs"):
+            await manager.tenant(name)
+        await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
+        refusals: list[TenantryError] = []
+        for name in ("tone", "none"):
+            with pytest.raises(NotFound) as caught:
+                await manager.ask(admin.RemoveAdapter(tenant="cs", name=name))
+            refusals.append(caught.value)
+        assert refusals[0].message.replace("tone", "none") == refusals[1].message
+
+
+async def test_shares_go_with_their_tenant_and_come_back_when_lost(bus: Bus) -> None:
+    async with small_cluster(bus) as (manager, worker):
+        made = await manager.tenant("sales", limits={"max_concurrent": 4})
+        bucket = await open_bucket(bus, state.STATE_BUCKET)
+        await bucket.delete(tenancy.shares_key(POOL, made.tenant_id))
+
+        async def back() -> bool:
+            entry = await shares_of(bus, made.tenant_id)
+            return entry is not None and entry.workers[worker.worker_id].concurrent == 4
+
+        await until_async(back, what="the reconciler made it again")
+        await manager.ask(admin.DeleteTenant(name="sales"))
+        assert await shares_of(bus, made.tenant_id) is None
+        await bucket.put(tenancy.shares_key(POOL, "tn_gone"), tenancy.encode(LEFT_OVER))
+
+        async def gone() -> bool:
+            return await bucket.get(tenancy.shares_key(POOL, "tn_gone")) is None
+
+        await until_async(gone, what="what belongs to nobody is deleted")
+
+
+async def test_a_workers_parts_stand_before_its_hello_is_answered_and_go_when_it_is_removed(bus: Bus) -> None:
+    async with small_cluster(bus) as (manager, _):
+        tenants = [await manager.tenant(f"t{i}", limits={"max_concurrent": 5}) for i in range(20)]
+        second = FakeWorker(bus, "w2")
+        await second.hello()
+        for tenant in tenants:
+            entry = await shares_of(bus, tenant.tenant_id)
+            assert entry is not None
+            assert entry.workers["w2"].incarnation == second.incarnation
+        await manager.ask(admin.RemoveWorker(pool_id=POOL, worker_id="w1"))
+        for tenant in tenants:
+            entry = await shares_of(bus, tenant.tenant_id)
+            assert entry is not None
+            assert {worker_id: share.concurrent for worker_id, share in entry.workers.items()} == {"w2": 5}
+
+
+LEFT_OVER = tenancy.TenantShares(tenant_id="tn_gone", tenant="gone", limits=TenantLimits())
