@@ -42,6 +42,7 @@ def make_engine(settings: WorkerSettings, governor: Governor, cache_dir: Path) -
     if not settings.model:
         raise StartFailed("TENANTRY_WORKER_MODEL is not set: a model's folder, or its hub id")
     from services.worker.vllm_engine import VllmEngine
+    from services.worker.vllm_fit import Parallel
     from services.worker.vllm_setup import VllmSettings
 
     return VllmEngine(
@@ -55,6 +56,12 @@ def make_engine(settings: WorkerSettings, governor: Governor, cache_dir: Path) -
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             seed=settings.seed,
+            rank_classes=settings.parsed_rank_classes(),
+            quantization=settings.quantization,
+            parallel=Parallel(tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel, experts=settings.expert_parallel),
+            is_unproven_wanted=settings.unproven,
+            gpu_memory_fraction=settings.gpu_memory_fraction,
+            host_tier_slots=settings.host_tier_slots,
             kv_cache_gib=settings.kv_cache_gib,
             cpu_threads=settings.cpu_threads,
             hash_cache=cache_dir / "hashes.json",

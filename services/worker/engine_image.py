@@ -127,36 +127,31 @@ class _Packer:
 
     def fill(self, part: Part, tensors: dict[str, dict[str, TensorInfo]], here: Bytes) -> None:
         slot = here.view(self._dtype).reshape(part.shape)
-        given = [tensors[source][part.side] if source in tensors else None for source in part.sources]
-        ranks = part.shape[1] if part.side == "A" else part.shape[2]
-        if self._rank < ranks or None in given:
+        given = [self._values(tensors[source][part.side], part) if source in tensors else None for source in part.sources]
+        if any(values is None or values.shape != part.shape[-values.ndim :] for values in given):
             here[:] = 0
-        for index, tensor in enumerate(given):
-            if tensor is None:
-                continue
-            if part.form is Form.FUSED:
-                target = slot[:, : self._rank, :] if part.side == "A" else slot[:, :, : self._rank]
-            else:
-                target = slot[index, : self._rank, :] if part.side == "A" else slot[index, :, : self._rank]
-            target[...] = self._values(tensor, part)
+        for index, values in enumerate(given):
+            if values is not None:
+                target = slot if part.form is Form.FUSED else slot[index]
+                target[tuple(slice(0, size) for size in values.shape)] = values
 
     def _values(self, tensor: TensorInfo, part: Part) -> npt.NDArray[Any]:
-        dtype = NUMPY_DTYPES[tensor.dtype]
-        values = np.frombuffer(self._content, dtype, tensor.count, tensor.start).reshape(tensor.shape)
+        """[rank, columns] or [rows, rank]; fused: with the experts before that. Without a copy unless something changes."""
         experts, rows, columns = part.shape
-        fused = part.form is Form.FUSED
-        if part.side == "A":
-            wanted = (experts * self._rank, columns) if fused else (self._rank, columns)
-        else:
-            wanted = (rows, self._rank * experts) if fused else (rows, self._rank)
-        if tensor.shape != wanted:
+        many = experts if part.form is Form.FUSED else 1
+        wanted = (many * self._rank, columns) if part.side == "A" else (rows, self._rank * many)
+        ranks, other = (0, 1) if part.side == "A" else (1, 0)
+        fits = len(tensor.shape) == 2 and tensor.shape[ranks] == wanted[ranks]
+        if not fits or (tensor.shape[other] != wanted[other] and (part.form is Form.PLAIN or tensor.shape[other] > wanted[other])):
+            # An engine may pad its experts' dimensions; their adapters' stay what they are.
             raise _refused(f"{tensor.name} has shape {list(tensor.shape)}, its place in the engine {list(wanted)}")
+        values = np.frombuffer(self._content, NUMPY_DTYPES[tensor.dtype], tensor.count, tensor.start).reshape(tensor.shape)
         if part.side == "A":
-            return values.reshape(experts, self._rank, columns) if fused else values
+            return values.reshape(experts, self._rank, -1) if part.form is Form.FUSED else values
         values = values.astype(self._dtype, copy=False)
         if self._scaling != 1.0:
             values = (values.astype(np.float32) * self._scaling).astype(self._dtype)
-        return values.reshape(rows, self._rank, experts).transpose(2, 0, 1) if fused else values
+        return values.reshape(-1, self._rank, experts).transpose(2, 0, 1) if part.form is Form.FUSED else values
 
 
 def _read_config(folder: Path, max_rank: int) -> _Config:

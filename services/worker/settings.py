@@ -24,6 +24,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     max_loras: int = 8
     max_lora_rank: int = 16
+    rank_classes: str = ""  # "8,16,32": what a slot may be charged as; empty: vLLM's ranks up to max_lora_rank
+    quantization: str = ""  # empty: what the model's files say
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: bool = False
+    unproven: bool = False  # starts parallel sizes that were never run on a card
+    gpu_memory_fraction: float = 0.9
+    host_tier_slots: int = 8  # packed adapters kept in host memory, ready to be mounted
     max_model_len: int = 0
     max_num_seqs: int = 32
     seed: int = 0
@@ -41,6 +49,13 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     registry_patience_s: float = 120.0
     scripted_tokens_per_s: float = 0.0  # of each stream; 0: as fast as it goes
     scripted_load_ms: float = 0.0
+
+    def parsed_rank_classes(self) -> tuple[int, ...]:
+        """:raises ConfigInvalid: not numbers with commas between them."""
+        try:
+            return tuple(int(part) for part in self.rank_classes.split(",") if part.strip())
+        except ValueError as error:
+            raise ConfigInvalid(f"TENANTRY_WORKER_RANK_CLASSES is {self.rank_classes!r}, not like 8,16,32", where="rank_classes") from error
 
     def parsed_engine_args(self) -> dict[str, Any]:
         """:raises ConfigInvalid: not a JSON object."""

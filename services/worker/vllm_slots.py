@@ -32,6 +32,7 @@ class WorkerExtension(WorkerInspection):
     """Methods mixed into vLLM's worker class; called by name with `collective_rpc`, answered with plain values."""
 
     _tenantry_loader: "SlotLoader | None" = None
+    _tenantry_watch: "vllm_memory.MemoryWatch | None" = None
 
     def tenantry_layout(self, names: list[str]) -> dict[str, Any]:
         """What a slot is made of. `names`: the adapters' modules by the names that their files use.
@@ -70,7 +71,10 @@ class WorkerExtension(WorkerInspection):
         return _loader(self).sums(slot)
 
     def tenantry_memory(self) -> dict[str, Any]:
-        return vllm_memory.measure(self)
+        """The latest of one measurement a second."""
+        if self._tenantry_watch is None:
+            self._tenantry_watch = vllm_memory.MemoryWatch(self)
+        return self._tenantry_watch.latest
 
 
 class _Unsupported(Exception):

@@ -49,15 +49,32 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0  # reserved
 
 
+class SlotMemory(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    adapter_id: str = ""  # empty: free
+    reserved_bytes: int = 0  # allocated whatever is in it
+    true_bytes: int = 0  # the adapter's own
+
+
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on the engine's device (on a CPU: of the engine's processes)."""
+    """Bytes on the engine's device (on a CPU: of the engine's processes), each from the allocator or the engine's own structures.
+
+    The sum of weights, slots, KV cache and other stands beside used_bytes, which is the driver's figure for the device.
+    """
 
     weights_bytes: int = 0
     slots_bytes: int = 0
     kv_cache_bytes: int = 0
-    other_bytes: int = 0
+    other_bytes: int = 0  # graphs, workspace and context together
     free_bytes: int = 0
     total_bytes: int = 0
+    graphs_bytes: int = 0  # captured graphs' memory
+    workspace_bytes: int = 0  # activations, and what the allocator keeps for them
+    context_bytes: int = 0  # what the process holds beside the allocator: CUDA context, kernels' code
+    foreign_bytes: int = 0  # other processes'
+    used_bytes: int = 0  # by the driver; 0 on a CPU
+    slots: tuple[SlotMemory, ...] = ()
+    kv_in_use: dict[str, int] = {}  # bytes of the KV cache that running requests fill, by tenant_id
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,6 +89,34 @@ async def test_memory_accounts_for_weights_slots_and_cache(desk: Desk) -> None:
     assert 0 < memory.free_bytes < memory.total_bytes
 
 
+async def test_the_memory_report_says_what_every_slot_holds_and_what_of_it_is_the_adapters_own(desk: Desk) -> None:
+    async with asyncio.timeout(5):
+        memory = await desk.engine.memory()
+        while {slot.adapter_id for slot in memory.slots} != {SALES, CS, ""}:
+            await asyncio.sleep(0.2)  # it is measured once a second
+            memory = await desk.engine.memory()
+    by_adapter = {slot.adapter_id: slot for slot in memory.slots}
+    assert sum(slot.reserved_bytes for slot in memory.slots) == memory.slots_bytes
+    assert by_adapter[SALES].true_bytes == by_adapter[SALES].reserved_bytes  # rank 8 of 8
+    assert by_adapter[CS].true_bytes * 2 == by_adapter[CS].reserved_bytes  # rank 4
+    assert by_adapter[""].true_bytes == 0
+
+
+async def test_the_memory_report_says_whose_requests_fill_the_cache(desk: Desk) -> None:
+    limits = desk.engine.limits
+    assert limits.kv_blocks * limits.kv_block_bytes <= (await desk.engine.memory()).kv_cache_bytes
+    gone = asyncio.Event()
+    body = {"messages": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(desk.ask(CHAT, body, desk.handle("lora_sales", tenant), gone=gone)) for tenant in ("sales", "cs", "cs")]
+        await until(lambda: unfinished(desk) == 3 and all(attempt.completion_tokens for attempt in desk.governor.attempts()))
+        in_use = (await desk.engine.memory()).kv_in_use
+        gone.set()
+    assert in_use["tn_cs"] == 2 * in_use["tn_sales"] > 0
+    assert in_use["tn_sales"] % limits.kv_block_bytes == 0
+    assert len(asking) == 3
+
+
 async def test_nothing_listens_beyond_this_machine(desk: Desk) -> None:
     for process in desk.engine._processes:  # type: ignore[attr-defined]
         listening = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]

@@ -85,6 +85,13 @@ def test_every_value_lies_in_its_expert_and_rank_and_the_rest_is_zero(tmp_path: 
     assert not any(slot[:, :, RANK:].any() for (_, side), slot in slots.items() if side == "B")
 
 
+def test_experts_that_the_engine_has_padded_hold_the_adapter_and_zeros(tmp_path: Path) -> None:
+    narrow = {name: tensor[:, : HIDDEN - 2] if "lora_A" in name and "q_proj" not in name else tensor for name, tensor in tensors().items()}
+    slots = packed_slots(adapter(tmp_path, {name: np.ascontiguousarray(tensor) for name, tensor in narrow.items()}))
+    for kind in ("experts", "fused"):
+        assert slots[kind, "A"][:, :RANK, : HIDDEN - 2].all() and not slots[kind, "A"][:, :, HIDDEN - 2 :].any()
+
+
 def test_modules_that_the_adapter_leaves_alone_are_zero(tmp_path: Path) -> None:
     only_q = {name: tensor for name, tensor in tensors().items() if Q in name}
     slots = packed_slots(adapter(tmp_path, only_q))
@@ -120,6 +127,8 @@ def drop(given: dict[str, Any], part: str) -> dict[str, Any]:
         (tensors(), {"rank_pattern": {"q_proj": 1}}, "refused_by_engine", "rank_pattern"),
         (tensors(), {"modules_to_save": ["lm_head"]}, "refused_by_engine", "modules_to_save"),
         (tensors(), {"bias": "all"}, "refused_by_engine", "biases"),
+        ({**tensors(), f"base_model.model.{Q}.lora_A.weight": numbers(RANK, HIDDEN - 1)}, {}, "refused_by_engine", "has shape"),
+        ({**tensors(), f"base_model.model.{FUSED}.lora_B.weight": numbers(WIDE + 1, RANK * EXPERTS)}, {}, "refused_by_engine", "has shape"),
         (drop(tensors(), "q_proj.lora_B"), {}, "refused_by_engine", "only one of"),
         ({**tensors(), "something": numbers(1)}, {}, "refused_by_engine", "not a LoRA tensor"),
         ({**tensors(), "x.y.lora_A.weight": numbers(2, 2), "x.y.lora_B.weight": numbers(2, 2)}, {}, "unmatched_modules", "x.y"),

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.worker import vllm_app
+from services.worker import vllm_app, vllm_fit
 from services.worker import vllm_setup as setup
 from services.worker.vllm_adapters import largest_difference, probe_prompt
+from services.worker.vllm_fit import Parallel
 from services.worker.vllm_setup import VllmModules, VllmSettings
 from shared.contracts.base import BaseDescription, Module
 from shared.errors import StartFailed
@@ -126,13 +127,17 @@ class Arguments:
     block_size: int = 0
     enforce_eager: bool = False
     quantization: str = ""
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    gpu_memory_utilization: float = 0.0
 
 
-def modules(start: Any = None) -> VllmModules:
+def modules(start: Any = None, *, is_cpu: bool = True) -> VllmModules:
     parser = SimpleNamespace(parse_args=lambda _: SimpleNamespace(tool_call_parser=None, model=""))
     return VllmModules(
         version="0.32.0",
-        is_cpu=True,
+        is_cpu=is_cpu,
         engine_args=Arguments,
         async_llm=SimpleNamespace(from_engine_args=start),
         lora_request=None,
@@ -170,6 +175,37 @@ def test_engine_arguments_of_the_operator_come_over_ours() -> None:
     assert arguments.max_loras == arguments.max_cpu_loras == 3  # so that no adapter is ever evicted
     assert arguments.enable_prefix_caching and arguments.enforce_eager
     assert vllm_app.application_arguments(modules(), asked, Path("/m"), "b").tool_call_parser == "hermes"
+
+
+def test_on_a_gpu_the_engine_gets_its_share_of_the_cards_and_captures_graphs() -> None:
+    asked = settings(parallel=Parallel(tensor=2, pipeline=3, experts=True), gpu_memory_fraction=0.7, quantization="mxfp4")
+    arguments = setup.start_engine(modules(lambda given: given, is_cpu=False), asked, Path("/m"), DESCRIPTION)
+    assert (arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.enable_expert_parallel) == (2, 3, True)
+    assert (arguments.gpu_memory_utilization, arguments.quantization, arguments.enforce_eager) == (0.7, "mxfp4", False)
+
+
+def test_parallel_sizes_in_the_operators_arguments_are_judged_like_the_settings() -> None:
+    assert setup.asked_parallel(settings(parallel=Parallel(tensor=2))) == Parallel(tensor=2)
+    given = {"tensor_parallel_size": 4, "enable_expert_parallel": True}
+    assert setup.asked_parallel(settings(engine_args=given)) == Parallel(tensor=4, experts=True)
+
+
+def test_what_does_not_fit_the_card_is_refused_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = vllm_fit.Installed(vllm="0.26.0", torch="2.11.0+cu130", torch_cuda="13.0")
+    monkeypatch.setattr(vllm_fit, "read_installed", lambda: installed)
+    with pytest.raises(StartFailed, match="no NVIDIA driver answers"):
+        setup.check_fit(settings(dtype="bfloat16"))
+
+
+def test_rank_classes_are_vllms_ranks_up_to_the_largest_unless_some_are_chosen() -> None:
+    assert setup.rank_classes(settings(), 32) == (1, 8, 16, 32)
+    assert setup.rank_classes(settings(rank_classes=(32, 16)), 32) == (16, 32)
+
+
+@pytest.mark.parametrize("classes", [(8, 16), (12, 32), (32, 64)])
+def test_rank_classes_that_vllm_cannot_serve_are_refused(classes: tuple[int, ...]) -> None:
+    with pytest.raises(StartFailed, match="the largest being max_lora_rank"):
+        setup.rank_classes(settings(rank_classes=classes), 32)
 
 
 def test_an_argument_that_vllm_does_not_know_is_named_before_anything_starts() -> None:
