@@ -205,13 +205,16 @@ def test_the_fused_path_in_the_seams_gives_what_the_path_by_call_gives(
     fused_calls = []
     activate = expert_seams.PrefillStep.activate
     monkeypatch.setattr(expert_seams.PrefillStep, "activate", lambda *call: (fused_calls.append(1), activate(*call)))
+    monkeypatch.setattr(expert_seams, "PREFILL_FROM_TOKENS", 1)
     monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "prefill")
 
     fused = experts.run(*case)
+    monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "decode")
+    by_call_of_that_size = experts.run(*case)
     wrapper.num_adapters = 0
     base = experts.run(*case)
 
     assert fused_calls == [1]
-    assert error(fused, by_call.double()) < 2e-6
+    assert error(fused, by_call.double()) < 2e-6 and error(by_call_of_that_size, by_call.double()) < 2e-6
     assert error(base[:6], by_call[:6].double()) > 0.01
-    assert error(base[6:11], by_call[6:11].double()) < 2e-7
+    assert torch.equal(base[6:11], fused[6:11]) and torch.equal(base[6:11], by_call_of_that_size[6:11])

@@ -59,6 +59,14 @@ def ask(llm: Any, requests: Sequence[Request], adapters: dict[str, Any], *, num_
     ]
 
 
+def from_json(answer: dict[str, Any]) -> Answer:
+    return Answer(
+        tokens=tuple(answer["tokens"]),
+        logprobs=tuple({int(token): logprob for token, logprob in at.items()} for at in answer["logprobs"]),
+        prompt_logprobs=tuple(answer["prompt_logprobs"]),
+    )
+
+
 def compare(one: Answer, other: Answer) -> Difference:
     apart = [abs(a - b) for a, b in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)]
     same, margin = 0, 0.0

@@ -1,12 +1,12 @@
 """LoRA at prefill inside an expert layer's seams: vLLM's experts classes call activation and sum as methods, and there the
-fused kernels of `moe_prefill` take their place.
+fused kernels of `moe_prefill` take their place. A step without adapters gets the same activation and sum there.
 
 w13's shrink where vLLM would add w13's update; its expand, the activation and w2's shrink where it would activate; w2's expand and
 the sum over choices where it would sum. Small batches, and whatever does not fit, go the usual way through the punica wrapper.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -16,17 +16,41 @@ from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExpert
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
 from lora_kernels.configs.plans import LayerShape, plan_for
-from lora_kernels.moe_path import choose_path
+from lora_kernels.moe_path import PREFILL_FROM_TOKENS, choose_path
 from lora_kernels.moe_prefill import Activation, ExpertLora, PrefillPlan, combine, expand_activate, group_tokens, shrink
 from lora_kernels.vllm_plugin.gpu_wrapper import MOST_DECODE_PAIRS, local_ids, tell_once, unshared
+from lora_kernels.vllm_plugin.plain_layer import activate_rows, sum_rows
 from lora_kernels.work_list import WorkList, build_work_list
 
 NOTHING = (None, None, None, None)
 
 
+class Step(Protocol):
+    """What takes the place of a layer's activation and of its sum over choices."""
+
+    def activate(self, output: torch.Tensor, gate_up: torch.Tensor) -> None: ...
+
+    def sum_choices(self, down: torch.Tensor, output: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainStep:
+    """A layer of a prefill-sized batch whose adapters, if any, are not in its seams."""
+
+    activation: Activation
+    topk_ids: torch.Tensor
+    num_experts: int
+
+    def activate(self, output: torch.Tensor, gate_up: torch.Tensor) -> None:
+        activate_rows(gate_up, output, self.activation)
+
+    def sum_choices(self, down: torch.Tensor, output: torch.Tensor) -> None:
+        sum_rows(down, self.topk_ids, output, num_experts=self.num_experts)
+
+
 @dataclass(kw_only=True)
 class PrefillStep:
-    """One layer's prefill between its seams."""
+    """One layer's prefill with adapters in its seams."""
 
     lora: ExpertLora
     plan: PrefillPlan
@@ -44,7 +68,7 @@ class PrefillStep:
 
     def sum_choices(self, down: torch.Tensor, output: torch.Tensor) -> None:
         tokens = None
-        if self.plan.dense:
+        if self.plan.dense or self.plan.expand_sum is not None:
             tokens = group_tokens(self.token_slots, num_adapters=self.lora.num_adapters, adapter_enabled=self.slot_enabled)
         combine(
             down.view(-1, down.shape[-1]),
@@ -110,7 +134,7 @@ def layer_shape(context: MoELoRAContext, lora: ExpertLora, topk_ids: torch.Tenso
     )
 
 
-def _is_prefill(shape: LayerShape) -> bool:
+def _is_fused(shape: LayerShape) -> bool:
     return shape.num_tokens * shape.top_k > MOST_DECODE_PAIRS or choose_path(shape) == "prefill"
 
 
@@ -136,7 +160,7 @@ class SeamExperts(LoRAExpertsMixin):
     """Goes before one of vLLM's experts classes."""
 
     _fused: ExpertLora | None = None
-    _step: PrefillStep | None = None
+    _step: Step | None = None
 
     def set_lora_context(self, ctx: MoELoRAContext) -> None:
         super().set_lora_context(ctx)
@@ -164,11 +188,13 @@ class SeamExperts(LoRAExpertsMixin):
         add_inputs: bool = True,
         **rest: Any,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        self._step = None
+        fused = self._fused if add_inputs and len(topk_ids) >= PREFILL_FROM_TOKENS else None
+        self._step = fused and PlainStep(
+            activation=fused.activation, topk_ids=local_ids(topk_ids, expert_map), num_experts=fused.num_experts
+        )
         if lora_context.punica_wrapper.no_adapter_here(lora_context.local_token_lora_mapping):
             return NOTHING
-        fused = self._fused if add_inputs else None
-        if fused is not None and _is_prefill(layer_shape(lora_context, fused, topk_ids)):
+        if fused is not None and _is_fused(layer_shape(lora_context, fused, topk_ids)):
             try:
                 self._step = begin(lora_context, fused, x, topk_ids, topk_weights, expert_map)
             except ValueError as error:
@@ -193,7 +219,7 @@ class SeamExperts(LoRAExpertsMixin):
             self._step.activate(output, input)
 
     def apply_w2_lora(self, lora_context: MoELoRAContext, **call: Any) -> None:
-        if self._step is None:
+        if not isinstance(self._step, PrefillStep):
             super().apply_w2_lora(lora_context, **call)
 
     def moe_sum(self, input: torch.Tensor, output: torch.Tensor, *routing: Any) -> None:
@@ -201,7 +227,7 @@ class SeamExperts(LoRAExpertsMixin):
             super().moe_sum(input, output, *routing)
 
     def sum_fused(self, down: torch.Tensor, output: torch.Tensor) -> bool:
-        """Ends a fused step with w2's expand and the sum; false, and nothing done, where there is none."""
+        """Ends a step of ours with w2's expand, if it is there, and the sum; false, and nothing done, where the step is vLLM's."""
         step, self._step = self._step, None
         if step is not None:
             step.sum_choices(down, output)

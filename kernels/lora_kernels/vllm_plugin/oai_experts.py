@@ -1,5 +1,5 @@
 """MXFP4 experts on matmul_ogs with LoRA: both products read and write rows in the order of (token, choice) pairs, so that no copy
-stands between them and the seams; a step without adapters runs vLLM's own fused kernels on the same weights."""
+stands between them and the seams. A step without adapters takes the same way, so that base rows keep their bits."""
 
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -7,7 +7,7 @@ from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_
 from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMetadata
 from vllm.model_executor.layers.fused_moe.utils import _resize_cache
 
-from lora_kernels.vllm_plugin.expert_seams import SeamExperts
+from lora_kernels.vllm_plugin.expert_seams import NOTHING, SeamExperts
 from lora_kernels.vllm_plugin.oai_routing import can_route, route
 
 
@@ -59,13 +59,6 @@ class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
     ) -> None:
         """output, hidden_states: [num_tokens, H] bfloat16. w1, w2: triton_kernels tensors [E, H, 2I] and [E, I, H]."""
         context, config = self._lora_context, self.quant_config
-        if context is None or context.punica_wrapper.no_adapter_here(context.local_token_lora_mapping):
-            schedule = oai.OAITritonExperts if activation == MoEActivation.SWIGLUOAI else oai.UnfusedOAITritonExperts
-            schedule.apply(
-                self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
-                a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
-            )  # fmt: skip
-            return
         num_tokens, top_k = topk_ids.shape
         num_pairs, width, hidden_size = num_tokens * top_k, w1.shape[2], hidden_states.shape[1]
         local = topk_ids if expert_map is None else oai.remap_topk_to_local(topk_ids, expert_map)
@@ -88,7 +81,9 @@ class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
             y=gate_up,
         )
         gate_up = gate_up.view(num_pairs, width)
-        groups = self.apply_w13_lora(context, y=gate_up, x=hidden_states, topk_ids=topk_ids, expert_map=expert_map, **layer)
+        groups = NOTHING
+        if context is not None:
+            groups = self.apply_w13_lora(context, y=gate_up, x=hidden_states, topk_ids=topk_ids, expert_map=expert_map, **layer)
         hidden = _resize_cache(workspace13, (num_pairs, self.adjust_N_for_activation(width, activation)))
         self.activation(activation, hidden, gate_up)
 
@@ -105,16 +100,17 @@ class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
             y=down,
         )
         down = down.view(num_tokens, top_k, hidden_size)
-        sorted_ids, expert_ids, sizes, mapping = groups
-        self.apply_w2_lora(
-            context,
-            y=down,
-            x=hidden,
-            sorted_token_ids_lora=sorted_ids,
-            expert_ids_lora=expert_ids,
-            num_tokens_post_padded_lora=sizes,
-            token_lora_mapping=mapping,
-            **layer,
-        )
+        if context is not None:
+            sorted_ids, expert_ids, sizes, mapping = groups
+            self.apply_w2_lora(
+                context,
+                y=down,
+                x=hidden,
+                sorted_token_ids_lora=sorted_ids,
+                expert_ids_lora=expert_ids,
+                num_tokens_post_padded_lora=sizes,
+                token_lora_mapping=mapping,
+                **layer,
+            )
         if not self.sum_fused(down, output):
             oai.masked_moe_sum(down, local, output)
