@@ -37,7 +37,7 @@ test: venv
 KERNELS_PYTHON ?= .venv-kernels/bin/python
 
 KERNELS_PATH := kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
-KERNEL_TESTS := -m pytest -c tests/kernels_gpu/pytest.ini --rootdir tests/kernels_gpu --confcutdir tests/kernels_gpu -p no:cacheprovider
+KERNEL_TESTS := -m pytest -c tests/kernels_gpu/pytest.ini --rootdir tests/kernels_gpu --confcutdir tests/kernels_gpu -p no:cacheprovider -p no:benchmark
 
 KERNEL_FILES ?= tests/kernels_gpu
 # A minute in the interpreter; the rest takes several.

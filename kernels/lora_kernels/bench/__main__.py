@@ -31,13 +31,13 @@ TESTS_OF = {
 
 
 def start_tests(ops: Sequence[str]) -> subprocess.Popen[str]:
-    """The tests of the ops, over half of the cores where pytest-xdist is there."""
+    """The tests of the ops, over most of the cores where pytest-xdist is there: they compile much."""
     patterns = {"test_configs.py", "test_arguments.py", *(pattern for op in ops for pattern in TESTS_OF[op])}
     files = sorted({str(file) for pattern in patterns for file in TESTS.glob(pattern)})
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(TESTS / "pytest.ini"), "--rootdir", str(TESTS), "--confcutdir", str(TESTS)]
-    workers = max(1, (os.cpu_count() or 2) // 2)
+    workers = max(1, (os.cpu_count() or 2) * 3 // 4)
     command += ["-n", str(workers)] if _has_xdist() else []
-    command += ["-p", "no:cacheprovider", *files]
+    command += ["-p", "no:cacheprovider", "-p", "no:benchmark", *files]  # pytest-benchmark warns of xdist, and warnings are errors
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # their references run on the CPU, in as many processes as there are cores
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 

@@ -20,7 +20,7 @@ LEFT_OUT = (
     "20000", "test_configs", "test_bench", "test_tune", "test_plans", "test_prefill_plan", "malformed", "is_named", "are_named",
 )  # fmt: skip
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-c", str(TESTS / "pytest.ini"), "--rootdir", str(TESTS), "--confcutdir", str(TESTS),
-          "-p", "no:cacheprovider"]  # fmt: skip
+          "-p", "no:cacheprovider", "-p", "no:benchmark"]  # fmt: skip
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 
 
@@ -44,13 +44,14 @@ def run_shards(tool: str, tests: list[str], *, processes: int, limit_s: float) -
         running = []
         for shard, log in zip(shards, logs, strict=True):
             with log.open("w") as out:
-                command = ["timeout", str(limit_s), "compute-sanitizer", *options, *PYTEST, "-v", *shard]
+                command = ["timeout", str(limit_s), "compute-sanitizer", *options, *PYTEST, *shard]
                 running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
         for process, shard, log in zip(running, shards, logs, strict=True):
             code, said = process.wait(), log.read_text()
-            passed = len(re.findall(r" PASSED", said))
+            ended = re.search(r"(\d+) passed", said)
+            passed = int(ended[1]) if ended else 0
             found = [int(number) for pair in SUMMARY.findall(said) for number in pair if number]
-            clean = code == 0 and found and not any(found)
+            clean = code == 0 and passed and found and not any(found)
             bad += not clean
             findings = f"{sum(found)} findings" if found else "no summary"
             sys.stdout.write(f"{tool}: {passed} of {len(shard)} tests passed, {findings}, exit {code}\n")
