@@ -61,6 +61,10 @@ class ArtifactCache:
             self._used.get(sha256, set()).discard(adapter_id)
             raise
 
+    def path(self, sha256: str) -> Path:
+        """Where `fetch` puts the artifact's files, there or not."""
+        return self._folder / sha256
+
     async def release(self, adapter_id: str) -> int:
         """Deletes the adapter's files unless another adapter uses the same ones; the bytes freed. Idempotent."""
         freed_bytes = 0

@@ -71,6 +71,10 @@ class Engine(Protocol):
         """
         ...
 
+    def is_staged(self, folder: Path) -> bool:
+        """Whether `add_adapter` with this folder needs none of its files: the engine keeps them, ready to mount, in host memory."""
+        ...
+
     async def remove_adapter(self, adapter_id: str) -> ReleaseProof:
         """Only for an adapter with nothing in flight. Verified in the engine's own list; the slot is zeroed and read back.
 

@@ -16,6 +16,7 @@ import msgspec
 
 from services.worker.engine_image import Packed, SlotLayout
 from services.worker.engine_stager_child import Order, Outcome
+from shared.artifacts.bundle import CHAT_TEMPLATE_NAME
 from shared.errors import LoadFailed, StartFailed
 
 _START_LIMIT_S = 60.0
@@ -25,13 +26,14 @@ _decode = msgspec.json.Decoder(Outcome).decode
 
 
 class Image:
-    """One packed adapter. `proof` is what a probe found after a mount of it: the same bytes need no second one."""
+    """One packed adapter, with all that a mount of it needs."""
 
-    def __init__(self, number: int, packed: Packed, pack_ms: float) -> None:
+    def __init__(self, number: int, packed: Packed, pack_ms: float, chat_template: str | None) -> None:
         self.number = number
         self.packed = packed
         self.pack_ms = pack_ms
-        self.probe_difference: float | None = None
+        self.chat_template = chat_template
+        self.probe_difference: float | None = None  # what a probe found after a mount: the same bytes need no second one
 
 
 class HostTier:
@@ -108,7 +110,7 @@ class HostTier:
                 raise
             if outcome.packed is None:
                 raise LoadFailed(outcome.message, reason=outcome.reason or "refused_by_engine")
-            image = Image(number, outcome.packed, (time.monotonic() - started_s) * 1000.0)
+            image = Image(number, outcome.packed, (time.monotonic() - started_s) * 1000.0, chat_template_of(folder))
             self._held[key] = image
             return image
 
@@ -136,6 +138,11 @@ class HostTier:
                 process.kill()
             await process.wait()
             process._transport.close()  # type: ignore[attr-defined]  # pyright: ignore  the pipe to a killed child is not closed by wait()
+
+
+def chat_template_of(folder: Path) -> str | None:
+    path = folder / CHAT_TEMPLATE_NAME
+    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def _key(folder: Path) -> str:

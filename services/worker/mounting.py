@@ -83,7 +83,9 @@ class Mounter:
         log.info("adapter.loading", adapter_id=adapter_id, tenant=mount.tenant, name=mount.name, version=mount.version)
         started_s = self._loop.time()
         try:
-            folder = await self._fetch(mount)
+            folder = self._cache.path(mount.artifact_sha256)
+            if not self._engine.is_staged(folder):
+                folder = await self._fetch(mount)
             fetch_ms = (self._loop.time() - started_s) * 1000.0
             async with self._engine_turn:
                 proof = await self._engine.add_adapter(adapter_id, folder, mount.rank)

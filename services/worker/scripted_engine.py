@@ -19,6 +19,7 @@ import msgspec
 from services.worker.engine import AsgiApp, LoadProof, ReleaseProof
 from services.worker.governor import Governor
 from services.worker.scripted_app import ScriptedApp
+from services.worker.scripted_steps import StepModel, Stepper
 from shared.artifacts.base_model import describe_base
 from shared.contracts.base import BaseDescription, EngineLimits, Module
 from shared.contracts.workers import MemoryReport
@@ -26,6 +27,9 @@ from shared.errors import LoadFailed
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 _RANK_CLASSES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+KV_BLOCK_TOKENS = 16
+KV_BLOCK_BYTES = KV_BLOCK_TOKENS * 4 * 2 * 64 * 4  # four layers, keys and values of 64 float32
+_STEP_TOKENS = 8192
 _WEIGHTS_BYTES = 64 << 20
 _TOTAL_BYTES = 1 << 30
 
@@ -39,6 +43,9 @@ class ScriptedSettings(msgspec.Struct, frozen=True, kw_only=True):
     load_ms: float = 0.0
     slots: int = 8
     max_rank: int = 16
+    kv_blocks: int = 65_536
+    max_model_len: int = 1 << 20
+    steps: StepModel | None = None  # time goes by an engine's steps instead of tokens_per_s
 
 
 class ScriptedEngine:
@@ -56,6 +63,7 @@ class ScriptedEngine:
         self._why_dead = ""
         self._description: BaseDescription | None = None
         self._app: ScriptedApp | None = None
+        self.stepper: Stepper | None = None
 
     @property
     def app(self) -> AsgiApp:
@@ -74,9 +82,13 @@ class ScriptedEngine:
             max_rank=self._settings.max_rank,
             bytes_per_rank=sum((m.in_features + m.out_features) * max(1, m.experts) * 4 for m in self.description.modules),
             rank_classes=tuple(rank for rank in _RANK_CLASSES if rank <= self._settings.max_rank),
-            max_model_len=1 << 20,
+            max_model_len=self._settings.max_model_len,
             max_num_seqs=self._settings.concurrency,
             endpoints=ENDPOINTS,
+            kv_blocks=self._settings.kv_blocks,
+            kv_block_tokens=KV_BLOCK_TOKENS,
+            kv_block_bytes=KV_BLOCK_BYTES,
+            max_batched_tokens=self._settings.steps.step_tokens if self._settings.steps is not None else _STEP_TOKENS,
         )
 
     async def start(self) -> None:
@@ -87,6 +99,8 @@ class ScriptedEngine:
             label = settings.label if settings.label != "scripted" else None
             self._description = await anyio.to_thread.run_sync(describe_base, settings.model, label, settings.dtype, None)
         self.base_model_name = self.description.label
+        if settings.steps is not None:
+            self.stepper = Stepper(settings.steps, settings.concurrency, KV_BLOCK_TOKENS)
         self._app = ScriptedApp(
             self._governor,
             self._adapters,
@@ -94,6 +108,7 @@ class ScriptedEngine:
             base_digest=self.description.digest,
             tokens_per_s=settings.tokens_per_s,
             concurrency=settings.concurrency,
+            stepper=self.stepper,
         )
 
     async def stop(self) -> None:
@@ -135,6 +150,10 @@ class ScriptedEngine:
             device_free_bytes_before=memory.free_bytes,
             device_free_bytes_after=memory.free_bytes,
         )
+
+    def is_staged(self, folder: Path) -> bool:
+        del folder
+        return False
 
     async def list_adapters(self) -> frozenset[str]:
         return frozenset(self._adapters)

@@ -18,7 +18,6 @@ from shared.errors import EngineError, LoadFailed
 
 log = structlog.get_logger()
 
-CHAT_TEMPLATE_NAME = "chat_template.jinja"
 PROBE_TOKENS = 48
 LEAST_DIFFERENCE = 1e-6
 NOISE_FACTOR = 4.0  # batches of other sizes round differently: what two probes of the base differ by is not an effect
@@ -88,10 +87,9 @@ class LoadedAdapters:
             try:
                 async with asyncio.timeout(CALL_LIMIT_S):
                     request = self._vllm.lora_request(lora_name=adapter_id, lora_int_id=int_id, lora_path=str(folder))
-                    proof = await self._load(request, folder, started_s)
-                    template = folder / CHAT_TEMPLATE_NAME
-                    if template.is_file():
-                        await self.templates.add(adapter_id, template.read_text(encoding="utf-8"))
+                    proof, chat_template = await self._load(request, folder, started_s)
+                    if chat_template is not None:
+                        await self.templates.add(adapter_id, chat_template)
             except (LoadFailed, asyncio.CancelledError):
                 await self._discard(int_id)
                 raise
@@ -164,14 +162,14 @@ class LoadedAdapters:
                 f"all {self._slots} slots are taken", reason="no_free_slot", asked_slots=1, held_slots=held, limit_slots=self._slots
             )
 
-    async def _load(self, request: Any, folder: Path, started_s: float) -> LoadProof:
+    async def _load(self, request: Any, folder: Path, started_s: float) -> tuple[LoadProof, str | None]:
         loaded = await self._loading.load(request, folder)
         difference = loaded.image.probe_difference if loaded.image is not None else None
         if difference is None:
             difference = await self._proven_difference(request)
         if loaded.image is not None:
             loaded.image.probe_difference = difference
-        return LoadProof(
+        proof = LoadProof(
             modules_matched=len(loaded.modules),
             probe_difference=difference,
             load_ms=(time.monotonic() - started_s) * 1000.0,
@@ -180,6 +178,7 @@ class LoadedAdapters:
             mount_ms=loaded.mount_ms,
             true_bytes=loaded.true_bytes,
         )
+        return proof, loaded.chat_template
 
     async def _proven_difference(self, request: Any) -> float:
         """:raises LoadFailed: the adapter changes nothing, or answers with what is no number."""

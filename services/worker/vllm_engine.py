@@ -127,6 +127,9 @@ class VllmEngine:
     async def remove_adapter(self, adapter_id: str) -> ReleaseProof:
         return await self._loaded().remove(adapter_id)
 
+    def is_staged(self, folder: Path) -> bool:
+        return self._tier is not None and self._tier.find(folder) is not None
+
     async def list_adapters(self) -> frozenset[str]:
         return await self._loaded().names()
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from services.worker.engine_host_tier import HostTier, Image
+from services.worker.engine_host_tier import HostTier, Image, chat_template_of
 from services.worker.engine_image import SlotLayout
 from shared.contracts.base import BaseDescription
 from shared.errors import LoadFailed
@@ -27,6 +27,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     mount_ms: float  # until requests may name it
     bytes_loaded: int
     true_bytes: int
+    chat_template: str | None = None
     image: Image | None = None
 
 
@@ -75,6 +76,7 @@ class StagedLoading:
             mount_ms=mount_ms,
             bytes_loaded=packed.file_bytes,
             true_bytes=packed.true_bytes,
+            chat_template=image.chat_template,
             image=image,
         )
 
@@ -117,7 +119,14 @@ class StockLoading:
             raise LoadFailed(f"the base has no place for {unmatched[0]}", reason="unmatched_modules", unmatched=unmatched[:5])
         await self._engine.pin_lora(request.lora_int_id)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        return Loaded(modules=tuple(matched), stage_ms=0.0, mount_ms=mount_ms, bytes_loaded=size, true_bytes=size)
+        return Loaded(
+            modules=tuple(matched),
+            stage_ms=0.0,
+            mount_ms=mount_ms,
+            bytes_loaded=size,
+            true_bytes=size,
+            chat_template=chat_template_of(folder),
+        )
 
     async def release(self, int_id: int) -> int:
         slots: Mapping[str, Any] = await in_worker(self._engine, "tenantry_slots")

@@ -182,6 +182,8 @@ class SlotLoader:
     def _run(self, job: _Job, work: Callable[[], list[int]]) -> None:
         started_s = time.monotonic()
         try:
+            if self._stream is not None:
+                torch.cuda.set_device(self._device)
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 job.sums = work()
         except Exception as error:  # noqa: BLE001  told to whoever asks for the job's end

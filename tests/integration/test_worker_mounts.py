@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.worker.engine import LoadProof
 from services.worker.scripted_engine import ScriptedSettings
 from shared.bus import Bus, publish_durable
 from shared.bus.embedded import EmbeddedNats
@@ -60,6 +61,24 @@ async def test_a_mount_is_loaded_proven_and_acknowledged_with_its_generation(wor
     assert ack.modules_matched > 0
     assert ack.bytes_loaded == len(b"ad_one")
     assert await worker.engine.list_adapters() == {mount.adapter_id}
+
+
+async def test_an_adapter_that_the_engine_keeps_in_host_memory_is_mounted_without_fetching_it(
+    worker: WorkerHere, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, bool]] = []
+
+    async def add_without_files(adapter_id: str, folder: Path, rank: int) -> LoadProof:
+        given.append((folder.name, folder.exists()))
+        worker.engine._adapters[adapter_id] = "kept"
+        worker.engine._rank_classes[adapter_id] = rank
+        return LoadProof(modules_matched=1, probe_difference=1.0, load_ms=1.0, bytes_loaded=1)
+
+    monkeypatch.setattr(worker.engine, "is_staged", lambda folder: True)
+    monkeypatch.setattr(worker.engine, "add_adapter", add_without_files)
+    mount = await registry.mount("ad_one")
+    await registry.ready("ad_one")
+    assert given == [(mount.artifact_sha256, False)]
 
 
 @pytest.mark.parametrize(
