@@ -14,7 +14,7 @@ from shared.contracts.inference import Handle, Head
 from shared.errors import EmptyAnswer, TenantryError
 
 _EVENT_STREAM = "text/event-stream"
-_PASSED_HEADERS = frozenset({"retry-after"})  # of those that the worker's application set
+_PASSED_HEADERS = frozenset({"retry-after", "x-tenantry-queue-ms"})  # of those that the worker set
 
 
 async def deliver(exchange: Exchange, answer: Answer, send: Send) -> bool:

@@ -7,10 +7,11 @@ import hashlib
 
 import msgspec
 
+from services.router.clock import seconds_of
 from services.router.routes import PoolRoutes, RouteTable
 from shared.contracts.adapters import Mount, PoolWorker
 from shared.contracts.inference import Handle
-from shared.contracts.state import ApiKey, RoutingDefault, Tenant
+from shared.contracts.state import ApiKey, RoutingDefault, Scope, Tenant
 from shared.errors import (
     AdapterNotFound,
     AdapterNotReady,
@@ -18,6 +19,7 @@ from shared.errors import (
     InvalidKey,
     InvalidRequest,
     MissingKey,
+    ScopeMissing,
     TenantNotAllowed,
     TenantRequired,
     WorkerUnavailable,
@@ -56,12 +58,25 @@ def secret_of(authorization: str, x_api_key: str) -> str:
     raise MissingKey("no API key: send `Authorization: Bearer <key>` (or `x-api-key: <key>`)")
 
 
-def authenticate(table: RouteTable, secret: str) -> ApiKey:
-    """:raises InvalidKey: unknown or revoked (the answer does not say which)."""
+def authenticate(table: RouteTable, secret: str, scope: Scope = Scope.INFER) -> ApiKey:
+    """:raises InvalidKey: unknown, revoked or expired (the answer does not say which). :raises ScopeMissing: it may not do this."""
     key = table.keys.get(hashlib.sha256(secret.encode()).hexdigest())
-    if key is None or key.revoked or not key.tenants:
+    if key is None or key.revoked or not key.tenants or (key.expires_at and _is_over(key.expires_at, table)):
         raise InvalidKey("the API key is not valid")
+    if scope not in key.scopes:
+        held = [each.value for each in key.scopes]
+        raise ScopeMissing(
+            f"this key has not the scope `{scope.value}`; it has {', '.join(held) or 'none'}", needed=scope.value, held=held
+        )  # fmt: skip
     return key
+
+
+def _is_over(expires_at: str, table: RouteTable) -> bool:
+    """A time that cannot be read is over."""
+    try:
+        return table.clock.unix_s() >= seconds_of(expires_at)
+    except ValueError:
+        return True
 
 
 def speaks_for(table: RouteTable, key: ApiKey, mark: str) -> Tenant:
@@ -88,7 +103,7 @@ def speaks_for(table: RouteTable, key: ApiKey, mark: str) -> Tenant:
 def resolve(table: RouteTable, secret: str, mark: str, model: str) -> Route:
     """The handle for `model` ("" when absent) and the workers that hold it.
 
-    :raises TenantError: see authenticate, speaks_for.
+    :raises TenantryError: see authenticate, speaks_for.
     :raises AdapterNotFound: unknown, another tenant's, draining or unloaded: one text for all.
     :raises AdapterNotReady: mounted and still loading.
     :raises InvalidRequest: no default, or an ambiguous one: `choices`.

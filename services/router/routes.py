@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
+from services.router.clock import ClusterClock
 from shared.bus import Entry
 from shared.contracts.adapters import Mount, PoolEntry, decode_pool
 from shared.contracts.inference import Handle
@@ -25,6 +26,7 @@ from shared.contracts.state import (
     decode_routing,
     decode_tenant,
 )
+from shared.contracts.tenancy import SHARES_PREFIX
 
 log = structlog.get_logger()
 
@@ -54,7 +56,10 @@ class PoolRoutes:
 
 
 class RouteTable:
-    """`apply` takes a mirror's changes. `version` grows with every change that can alter a resolution."""
+    """`apply` takes a mirror's changes. `version` grows with every change that can alter a resolution.
+
+    `clock` says when a key's time is over.
+    """
 
     def __init__(self) -> None:
         self.keys: dict[str, ApiKey] = {}  # by SHA-256 of the secret
@@ -62,12 +67,17 @@ class RouteTable:
         self.pools: dict[str, PoolRoutes] = {}
         self.routing = Routing()
         self.version = 0
+        self.clock = ClusterClock()
         self._changed = asyncio.Event()
 
     def apply(self, key: str, entry: Entry | None) -> None:
         """One change. An entry that cannot be read is taken out: never serve from what may be wrong."""
         if key == HEARTBEAT_KEY:
+            if entry is not None:
+                self.clock.heard(entry.stamp_s)
             return
+        if key.startswith(SHARES_PREFIX):
+            return  # workers' matter
         try:
             self._store(key, entry)
         except msgspec.MsgspecError as error:

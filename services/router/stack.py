@@ -55,7 +55,7 @@ class Router:
         settings = self.settings
         freshness = self.freshness = Freshness(bus, HEARTBEAT_KEY, self._rebuild, settings.watch_silence_s, settings.stale_after_s)
         plane = DataPlane(dispatcher, self.table, freshness, usage, self.metrics, self.settings)
-        admin = make_admin_plane(bus, self.table, self.fleet, self.settings)
+        admin = make_admin_plane(bus, self.table, freshness, self.fleet, self.settings)
         app = App(plane, admin, freshness, bus, Gate(self.metrics.answer, self.settings.admin_key_sha256))
         server = make_server(app, self.settings.grace_s)
         self._gauges(plane, usage, freshness, bus)
@@ -95,6 +95,7 @@ class Router:
     async def _follow(self, bus: Bus, freshness: Freshness, tasks: asyncio.TaskGroup, background: "list[asyncio.Task[None]]") -> None:
         """Keeps the table current once there is a bucket to follow."""
         bucket = await _opened(bus)
+        await self.table.clock.ask(bus)
         self.mirror = Mirror(bus, bucket, self._changed)
         background.append(tasks.create_task(self.mirror.run()))
         background.append(tasks.create_task(freshness.run(bucket, self.mirror.synced)))
@@ -103,7 +104,6 @@ class Router:
         if key == HEARTBEAT_KEY:
             assert self.freshness is not None
             self.freshness.heard(entry)
-            return
         self.table.apply(key, entry)
         if key.startswith(POOL_PREFIX):
             self.fleet.registered = {

@@ -1,19 +1,24 @@
-"""Adapters: upload and mount, list, show, unload, events."""
+"""Adapters: upload and mount, list, show, unload, remove, events."""
 
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import msgspec
 import structlog
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from pydantic import Field
 
-from services.router.admin.answers import Body, NameInPath, answer, check_name
+from services.router.admin.answers import Body, NameInPath, Text, TextInQuery, Version, VersionInQuery, Wait, answer, check_name
 from services.router.admin.registry_client import RegistryClient
+from services.router.admin.tenant_door import tenant_of
 from services.router.admin.uploads import Upload, received, stage, unstage
 from shared.bus import Bus, BusUnavailable
 from shared.contracts.adapters import OnDeadline
-from shared.contracts.admin import AddAdapter, ListAdapters, ListEvents, ShowAdapter, UnloadAdapter
-from shared.errors import InvalidRequest, RegistryUnavailable, TenantryError
+from shared.contracts.admin import AddAdapter, ListAdapters, ListEvents, RemoveAdapter, ShowAdapter, UnloadAdapter
+from shared.errors import InvalidRequest, NotPermitted, Overloaded, RegistryUnavailable, TenantryError
+from shared.policy.limits import MAX_BYTES
 
 log = structlog.get_logger()
 
@@ -30,20 +35,50 @@ _ARCHIVE = {
 }
 
 
+_UPLOADS_AT_ONCE = 4  # of one tenant's own keys, in one router
+_MAX_WAIT_S = 3600.0
+
+
 class Unload(Body):
-    mode: str = "draining"
-    version: int = 0
-    deadline_s: float = 300.0
+    mode: Text = "draining"
+    version: Version = 0
+    deadline_s: Annotated[float, Field(gt=0, le=7 * 86_400, allow_inf_nan=False)] = 300.0
     on_deadline: OnDeadline = OnDeadline.ABORT
-    wait_s: float = 0.0
+    wait_s: Wait = 0.0
+
+
+class Turns:
+    """Uploads under way, of tenants: each takes disk here until it is staged."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[str, int] = {}
+
+    @contextmanager
+    def one(self, tenant: str) -> Generator[None]:
+        """:raises Overloaded: as many as may be at once. For "" (the operator) there is no bound."""
+        held = self._under_way.get(tenant, 0)
+        if tenant and held >= _UPLOADS_AT_ONCE:
+            raise Overloaded(
+                f"{held} uploads of {tenant} are under way here", asked=1, held=held, allowed=_UPLOADS_AT_ONCE, retry_after_s=1.0
+            )  # fmt: skip
+        self._under_way[tenant] = held + 1
+        try:
+            yield
+        finally:
+            self._under_way[tenant] -= 1
+            if not self._under_way[tenant]:
+                del self._under_way[tenant]
 
 
 def make_routes(registry: RegistryClient, bus: Bus, upload_limit_bytes: int) -> APIRouter:
     routes = APIRouter(tags=["adapters"])
+    turns = Turns()
 
     async def add(request: Request, tenant: str, name: str, upload: Upload) -> Response:
         fields = dict(request.query_params) | upload.fields
         command = _command(fields, tenant, name)
+        if command.ceiling_bytes is not None and tenant_of(request.scope):
+            raise NotPermitted("ceiling_bytes is the operator's to set", field="ceiling_bytes")
         if upload.path is None:
             return answer(await registry.ask(command, command.wait_s), 201)
         staged = await stage(bus, upload.path)
@@ -54,7 +89,12 @@ def make_routes(registry: RegistryClient, bus: Bus, upload_limit_bytes: int) -> 
             raise
 
     @routes.get("/adapters")
-    async def list_adapters(tenant: str = "", all_versions: bool = False) -> Response:
+    async def list_adapters(tenant: TextInQuery = "", all_versions: bool = False) -> Response:
+        return answer(await registry.ask(ListAdapters(tenant=tenant, all_versions=all_versions)))
+
+    @routes.get("/adapters/{tenant}")
+    async def list_adapters_of(tenant: NameInPath, all_versions: bool = False) -> Response:
+        """As above for one tenant. This and the following paths take that tenant's own key too, with the scope `adapters`."""
         return answer(await registry.ask(ListAdapters(tenant=tenant, all_versions=all_versions)))
 
     @routes.post("/adapters", status_code=201, openapi_extra=_ARCHIVE)
@@ -67,12 +107,16 @@ def make_routes(registry: RegistryClient, bus: Bus, upload_limit_bytes: int) -> 
             return await add(request, tenant, name, upload)
 
     @routes.get("/adapters/{tenant}/{name}")
-    async def show_adapter(tenant: NameInPath, name: NameInPath, version: int = 0) -> Response:
+    async def show_adapter(tenant: NameInPath, name: NameInPath, version: VersionInQuery = 0) -> Response:
         return answer(await registry.ask(ShowAdapter(tenant=tenant, name=name, version=version)))
 
     @routes.post("/adapters/{tenant}/{name}", status_code=201, openapi_extra=_ARCHIVE)
     async def add_adapter(request: Request, tenant: NameInPath, name: NameInPath) -> Response:
         """Validates, admits and mounts; answers when it serves, is refused or fails, or after `wait_s`."""
+        with turns.one(tenant_of(request.scope)):
+            return await received_and_added(request, tenant, name)
+
+    async def received_and_added(request: Request, tenant: str, name: str) -> Response:
         async with received(request, upload_limit_bytes) as upload:
             return await add(request, tenant, name, upload)
 
@@ -82,8 +126,15 @@ def make_routes(registry: RegistryClient, bus: Bus, upload_limit_bytes: int) -> 
         order = (unload or Unload()).model_dump()
         return answer(await registry.ask(UnloadAdapter(tenant=tenant, name=name, **order), order["wait_s"]))
 
+    @routes.delete("/adapters/{tenant}/{name}")
+    async def remove_adapter(tenant: NameInPath, name: NameInPath, version: VersionInQuery = 0) -> Response:
+        """Forgets versions that are not mounted (all, or one), and their stored files, which the artifact quota counts."""
+        return answer(await registry.ask(RemoveAdapter(tenant=tenant, name=name, version=version)))
+
     @routes.get("/events")
-    async def list_events(tenant: str = "", name: str = "", limit: int = 100) -> Response:
+    async def list_events(
+        tenant: TextInQuery = "", name: TextInQuery = "", limit: Annotated[int, Query(ge=1, le=10_000)] = 100
+    ) -> Response:
         return answer(await registry.ask(ListEvents(tenant=tenant, name=name, limit=limit)))
 
     return routes
@@ -96,9 +147,14 @@ def _command(fields: dict[str, Any], tenant: str, name: str) -> AddAdapter:
     if unknown:
         raise InvalidRequest(f"unknown field {unknown[0][:80]!r}; known are: {', '.join(sorted(_ADD_FIELDS))}", param=unknown[0][:80])
     try:
-        return msgspec.convert(given | {"type": "add_adapter", "tenant": tenant, "name": name}, AddAdapter, strict=False)
+        command = msgspec.convert(given | {"type": "add_adapter", "tenant": tenant, "name": name}, AddAdapter, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"a field of the upload is wrong: {error}") from error
+        raise InvalidRequest(f"a field of the upload is wrong: {error}", param=str(error).rpartition("`$.")[2].rstrip("`")) from error
+    if not 0 <= command.wait_s <= _MAX_WAIT_S:
+        raise InvalidRequest(f"wait_s: expected 0 to {_MAX_WAIT_S:g}", param="wait_s")
+    if command.ceiling_bytes is not None and not 0 <= command.ceiling_bytes <= MAX_BYTES:
+        raise InvalidRequest(f"ceiling_bytes: expected 0 to {MAX_BYTES}", param="ceiling_bytes")
+    return command
 
 
 def _named(fields: dict[str, Any], field: str) -> str:

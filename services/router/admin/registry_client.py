@@ -5,7 +5,7 @@ from typing import Any
 from shared.bus import Bus, BusUnavailable, NoResponder, RequestTimeout
 from shared.contracts.admin import ADMIN_SUBJECT, AdminRequest, decode_reply, encode
 from shared.contracts.errors import to_error
-from shared.errors import RegistryUnavailable
+from shared.errors import InvalidRequest, RegistryUnavailable
 
 _TIMEOUT_S = 10.0
 
@@ -20,12 +20,17 @@ class RegistryClient:
         """The reply's result; wait_s is how long the operation itself may take besides.
 
         :raises RegistryUnavailable: no registry answers.
+        :raises InvalidRequest: a number that no message can carry.
         :raises TenantryError: what the registry refused.
         """
         if not self._bus.connected:
             raise RegistryUnavailable("the bus cannot be reached now", retry_after_s=1.0)
         try:
-            data = await self._bus.request(ADMIN_SUBJECT, encode(request), _TIMEOUT_S + wait_s)
+            asked = encode(request)
+        except OverflowError as error:
+            raise InvalidRequest("a number of the request is larger than any that means something here") from error
+        try:
+            data = await self._bus.request(ADMIN_SUBJECT, asked, _TIMEOUT_S + wait_s)
         except NoResponder as error:
             raise RegistryUnavailable("no registry is running", retry_after_s=1.0) from error
         except (RequestTimeout, BusUnavailable) as error:

@@ -1,79 +1,87 @@
-"""Tenants and their API keys."""
+"""Tenants: what they may use, hold and ask for."""
 
-import hashlib
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import Response
+from pydantic import Field
 
-from services.router.admin.answers import Body, Name, NameInPath, answer
+from services.router.admin.answers import Body, Bytes, Name, NameInPath, answer
 from services.router.admin.registry_client import RegistryClient
-from services.router.routes import RouteTable
-from shared.contracts.admin import CreateKey, CreateTenant, DeleteTenant, ListKeys, ListTenants, RevokeKey, UpdateTenant
+from shared.contracts.admin import CreateTenant, DeleteTenant, ListTenants, ShowTenant, UpdateTenant
+from shared.policy.limits import BOUNDS
 
-_KNOWN_WITHIN_S = 1.0
+
+def _count(name: str) -> Any:
+    """The bounds of a limit that is a whole number."""
+    lowest, highest = BOUNDS[name]
+    return Field(strict=True, ge=int(lowest), le=int(highest))
+
+
+class Limits(Body):
+    """What is left out stays; null takes a limit away. Bytes, requests, tokens; KV cache and concurrency are per pool."""
+
+    kv_quota_bytes: Annotated[int, _count("kv_quota_bytes")] | None = None
+    max_concurrent: Annotated[int, _count("max_concurrent")] | None = None
+    requests_per_minute: Annotated[int, _count("requests_per_minute")] | None = None
+    tokens_per_minute: Annotated[int, _count("tokens_per_minute")] | None = None
+    host_cache_bytes: Annotated[int, _count("host_cache_bytes")] | None = None
+    artifact_bytes: Annotated[int, _count("artifact_bytes")] | None = None
+    burst: Annotated[bool, Field(strict=True)] = False
+    weight: Annotated[int, _count("weight")] = 1
+    default_max_tokens: Annotated[int, _count("default_max_tokens")] | None = None
+    queue_limit: Annotated[int, _count("queue_limit")] = 256
+    queue_deadline_s: Annotated[float, Field(strict=True, ge=0.001, le=3600, allow_inf_nan=False)] = 30.0
 
 
 class NewTenant(Body):
     name: Name
-    vram_quota_bytes: int = 0
-    upgrade_headroom_bytes: int = 0
+    vram_quota_bytes: Bytes = 0
+    upgrade_headroom_bytes: Bytes = 0
     base_allowed: bool = True
     nats_password: bool = False
+    limits: Limits = Limits()
 
 
 class TenantChanges(Body):
     """What is left out, or null, stays."""
 
-    vram_quota_bytes: int | None = None
-    upgrade_headroom_bytes: int | None = None
-    adapter_ceilings: dict[str, int] | None = None
-    default_adapter: str | None = None
+    vram_quota_bytes: Bytes | None = None
+    upgrade_headroom_bytes: Bytes | None = None
+    adapter_ceilings: Annotated[dict[Name, Bytes], Field(max_length=10_000)] | None = None
+    default_adapter: Name | Literal[""] | None = None
     base_allowed: bool | None = None
     nats_password: bool = False
+    limits: Limits = Limits()
 
 
-class NewKey(Body):
-    tenants: list[Name]
-    gateway: bool = False
-    label: str = ""
-
-
-def make_routes(registry: RegistryClient, table: RouteTable) -> APIRouter:
+def make_routes(registry: RegistryClient) -> APIRouter:
     routes = APIRouter(tags=["tenants"])
 
     @routes.get("/tenants")
     async def list_tenants() -> Response:
         return answer(await registry.ask(ListTenants()))
 
+    @routes.get("/tenants/{tenant}")
+    async def show_tenant(tenant: NameInPath) -> Response:
+        """What it asks for, holds and is allowed of everything. Its own key with the scope `admin` may ask too."""
+        return answer(await registry.ask(ShowTenant(name=tenant)))
+
     @routes.post("/tenants", status_code=201)
     async def create_tenant(tenant: NewTenant) -> Response:
         """With `nats_password` the answer holds the password of its NATS user, once."""
-        return answer(await registry.ask(CreateTenant(**tenant.model_dump())), 201)
+        limits = tenant.limits.model_dump(exclude_unset=True)
+        return answer(await registry.ask(CreateTenant(**tenant.model_dump(exclude={"limits"}), limits=limits)), 201)
 
     @routes.patch("/tenants/{tenant}")
     async def update_tenant(tenant: NameInPath, changes: TenantChanges) -> Response:
-        return answer(await registry.ask(UpdateTenant(name=tenant, **changes.model_dump())))
+        """A quota below what is held is taken: the answer's `over_quota` names it, and nothing new gets in."""
+        limits = changes.limits.model_dump(exclude_unset=True)
+        return answer(await registry.ask(UpdateTenant(name=tenant, **changes.model_dump(exclude={"limits"}), limits=limits)))
 
     @routes.delete("/tenants/{tenant}")
     async def delete_tenant(tenant: NameInPath) -> Response:
         """Refused while it holds adapters; revokes its keys."""
         return answer(await registry.ask(DeleteTenant(name=tenant)))
-
-    @routes.get("/keys")
-    async def list_keys(tenant: str = "") -> Response:
-        return answer(await registry.ask(ListKeys(tenant=tenant)))
-
-    @routes.post("/keys", status_code=201)
-    async def create_key(key: NewKey) -> Response:
-        """The answer's `secret` is the API key; it is shown this once. This router knows it when the answer comes."""
-        made = await registry.ask(CreateKey(tenants=tuple(key.tenants), gateway=key.gateway, label=key.label))
-        if isinstance(made, dict) and "secret" in made:
-            secret = str(made["secret"])  # pyright: ignore[reportUnknownArgumentType]
-            await table.wait_key(hashlib.sha256(secret.encode()).hexdigest(), _KNOWN_WITHIN_S)
-        return answer(made, 201)
-
-    @routes.delete("/keys/{key_id}")
-    async def revoke_key(key_id: str) -> Response:
-        return answer(await registry.ask(RevokeKey(key_id=key_id)))
 
     return routes

@@ -1,0 +1,87 @@
+"""What of the admin plane a tenant's own key opens: its adapters, its keys and what it may know of itself. All else is the operator's."""
+
+import re
+from typing import Any
+
+from services.router.asgi import Event, Receive, Scope
+from services.router.freshness import Freshness
+from services.router.resolve import authenticate
+from services.router.routes import RouteTable
+from shared.contracts import state
+from shared.errors import BodyTooLarge, InvalidKey, NotFound, TenantryError
+
+TENANT = "tenantry.tenant"  # scope key: whose key opened the door; absent for the operator's
+
+_BODY_LIMIT_BYTES = 64 * 1024  # of everything but an upload, which has its own
+_SEGMENT = r"([^/]+)"
+_OPEN = tuple(
+    (methods, re.compile(f"/admin/v1{path}"), needed)
+    for methods, path, needed in (
+        ({"GET"}, f"/adapters/{_SEGMENT}", state.Scope.ADAPTERS),
+        ({"GET", "POST", "DELETE"}, f"/adapters/{_SEGMENT}/[^/]+", state.Scope.ADAPTERS),
+        ({"POST"}, f"/adapters/{_SEGMENT}/[^/]+/unload", state.Scope.ADAPTERS),
+        ({"GET"}, f"/tenants/{_SEGMENT}", state.Scope.ADMIN),
+        ({"GET", "POST"}, f"/tenants/{_SEGMENT}/keys", state.Scope.ADMIN),
+        ({"DELETE"}, f"/tenants/{_SEGMENT}/keys/[^/]+", state.Scope.ADMIN),
+        ({"POST"}, f"/tenants/{_SEGMENT}/keys/[^/]+/rotate", state.Scope.ADMIN),
+    )
+)
+
+
+class TenantDoor:
+    def __init__(self, table: RouteTable, freshness: Freshness) -> None:
+        self._table = table
+        self._freshness = freshness
+
+    async def refusal(self, scope: Scope, secret: str, now_s: float) -> TenantryError | None:
+        """None lets the request through, marked as the tenant's.
+
+        Another tenant's path and one of nobody are refused here alike, before anything is looked up.
+        """
+        opened = next(
+            (
+                (found[1], needed)
+                for methods, path, needed in _OPEN
+                if scope["method"] in methods and (found := path.fullmatch(scope["path"])) is not None
+            ),
+            None,
+        )
+        if opened is None:
+            return InvalidKey("the admin key is not valid")
+        tenant, needed = opened
+        try:
+            if not self._freshness.current(now_s):
+                await self._freshness.settle(now_s)
+            key = authenticate(self._table, secret, needed)
+        except InvalidKey:
+            return InvalidKey("the admin key is not valid")
+        except TenantryError as error:
+            return error
+        if tenant not in key.tenants or tenant not in self._table.tenants:
+            return NotFound("there is nothing of that name, or this key may not see it")
+        scope[TENANT] = tenant
+        return None
+
+
+def is_upload(scope: Scope) -> bool:
+    return scope["method"] == "POST" and re.fullmatch("/admin/v1/adapters/[^/]+/[^/]+", scope["path"]) is not None
+
+
+def limited(receive: Receive) -> Receive:
+    """The same, refusing a body that is larger than a tenant's request has any use for."""
+    read_bytes = 0
+
+    async def counted() -> Event:
+        nonlocal read_bytes
+        event = await receive()
+        read_bytes += len(event.get("body", b""))
+        if read_bytes > _BODY_LIMIT_BYTES:
+            raise BodyTooLarge(f"the body is larger than {_BODY_LIMIT_BYTES} bytes", asked_bytes=read_bytes, limit_bytes=_BODY_LIMIT_BYTES)
+        return event
+
+    return counted
+
+
+def tenant_of(scope: Any) -> str:
+    """Whose key it is; "" for the operator's."""
+    return scope.get(TENANT, "")
