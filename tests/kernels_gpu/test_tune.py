@@ -19,7 +19,9 @@ KEYS = [
     Key(op="dense_lora", model="qwen3-32b", layer="qkv", tokens=8, adapters=8, rank=32),
 ]
 PREFILL = Key(op="moe_lora_prefill", model="qwen3-30b-a3b", tokens=6400, adapters=8, rank=32)
+LONG = Key(op="dense_lora", model="qwen3-32b", layer="qkv", tokens=6400, adapters=8, rank=64)
 BOTH = pytest.mark.parametrize("key", KEYS, ids=lambda key: key.op)
+ALL = pytest.mark.parametrize("key", [*KEYS, LONG], ids=lambda key: f"{key.op} {key.tokens}")
 
 
 def made_up_us(plan: Plan) -> float:
@@ -53,14 +55,14 @@ def test_candidates_that_do_not_compile_are_left_out(key: Key) -> None:
     assert all(tiles.num_warps != 2 for tiles in plan.values())
 
 
-@BOTH
+@ALL
 def test_every_candidate_is_compiled_ahead(key: Key) -> None:
     for path in paths_of(key):
         ahead = {launch: {plan[launch] for plan in plans_to_compile(path)} for launch in path.candidates}
         assert ahead == {launch: set(options) for launch, options in path.candidates.items()}
 
 
-@BOTH
+@ALL
 def test_what_was_found_is_written_so_that_it_is_looked_up_again(key: Key, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = paths_of(key)[-1].start
     write(tmp_path, "cpu", entries_of(key, plan))

@@ -1,11 +1,12 @@
 """Tiles worth timing, by launch and path: a plan names one for each launch of an op."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_kernels.bench.models import DENSE, MOE
+from lora_kernels.bench.models import DENSE, MOE, DenseLayer
 from lora_kernels.bench.rows import Key
 from lora_kernels.configs import Shape, Tiles, padded_rank
+from lora_kernels.dense_lora import needs_token_list
 from lora_kernels.pair_groups import can_group
 from lora_kernels.tune.prefill import prefill_candidates
 
@@ -13,6 +14,7 @@ GROUP_FROM_ROWS = 256
 """Fewer pairs seldom share a cell, or do not pay for the list."""
 PAIRS_TO_TOKENS = 64
 SLOTS_FROM_TOKENS = 4
+SLOTS_TO_TOKENS = 512
 Plan = dict[str, Any]
 """Tiles by launch; of a layer at prefill the fields of `PrefillPlan`."""
 
@@ -29,6 +31,23 @@ class Path:
         return {launch: options[0] for launch, options in self.candidates.items()}
 
 
+def list_tiles(launch: str, width: int, rank: int) -> list[Tiles]:
+    """Of dense layers at prefill."""
+    if launch == "expand":
+        shapes = [(64, 4, 4, 3, 64), (64, 4, 4, 4, 64), (64, 8, 4, 3, 64), (64, 5, 4, 3, 64), (64, 4, 4, 3, 128), (128, 1, 4, 1, 64),
+                  (128, 4, 4, 3, 64), (128, 4, 8, 3, 128), (64, 2, 4, 2, 32), (64, 4, 8, 2, 64)]  # fmt: skip
+    else:
+        whole = -(-width // 64)
+        splits = sorted({-(-whole // parts) for parts in (1, 2, 3, 4, 6, 8, 12)})
+        shapes = [(64, steps, 4, 4, 64) for steps in splits] + [(64, steps, 8, 4, 128) for steps in splits[-3:]]
+        shapes += [(64, splits[0], 4, 3, 32), (128, max(1, splits[1] // 2), 4, 3, 64)]
+    scale = max(1, padded_rank(rank) // 64)
+    return [
+        Tiles(path="list", block=max(16, block // scale), steps=steps * scale, num_warps=warps, stages=stages, rows=rows)
+        for block, steps, warps, stages, rows in shapes
+    ]
+
+
 def shrink_tiles(path: str, rank: int) -> list[Tiles]:
     """Scaled so that a program holds about as much whatever the rank."""
     scale = max(1, padded_rank(rank) // 32)
@@ -39,7 +58,8 @@ def shrink_tiles(path: str, rank: int) -> list[Tiles]:
         shapes = [(128, 4, 4, 4), (128, 1, 4, 1), (256, 1, 4, 1), (64, 4, 4, 4), (64, 8, 4, 4), (64, 16, 4, 5), (64, 24, 2, 6),
                   (128, 3, 4, 3), (128, 6, 4, 4), (128, 8, 4, 4), (128, 12, 4, 4), (256, 3, 4, 3), (256, 4, 8, 3),
                   (256, 6, 4, 3)]  # fmt: skip
-    return [Tiles(path=path, block=max(16, k // scale), steps=steps, num_warps=warps, stages=stages) for k, steps, warps, stages in shapes]
+    tiles = [Tiles(path=path, block=max(16, k // scale), steps=steps, num_warps=warps, stages=stages) for k, steps, warps, stages in shapes]
+    return tiles + [replace(one, rows=32) for one in tiles[:6] if path == "slots"]
 
 
 def expand_tiles(path: str, rank: int) -> list[Tiles]:
@@ -54,24 +74,33 @@ def paths_of(key: Key) -> list[Path]:
     if key.op == "moe_lora_prefill":
         return [Path(name=name, candidates=candidates) for name, candidates in prefill_candidates(key).items()]
     if key.op == "dense_lora":
-        names = ["pairs"] * (key.tokens <= PAIRS_TO_TOKENS) + ["slots"] * (key.tokens >= SLOTS_FROM_TOKENS)
+        names = ["pairs"] * (key.tokens <= PAIRS_TO_TOKENS) + ["slots"] * (SLOTS_FROM_TOKENS <= key.tokens <= SLOTS_TO_TOKENS)
+        names += ["list"] * needs_token_list(key.tokens)
         launches = ("shrink", "expand")
     else:
         pairs, experts = key.tokens * MOE[key.model].top_k, MOE[key.model].experts
         groups = pairs >= GROUP_FROM_ROWS and can_group(pairs, num_slots=key.adapters, num_experts=experts)
         names = ["pairs"] + ["groups"] * groups
         launches = ("w13_shrink", "w13_expand", "w2_shrink", "w2_expand")
-    return [
-        Path(name=name, candidates={launch: (shrink_tiles if "shrink" in launch else expand_tiles)(name, key.rank) for launch in launches})
-        for name in names
-    ]
+    return [Path(name=name, candidates={launch: _tiles(name, launch, key) for launch in launches}) for name in names]
+
+
+def _tiles(path: str, launch: str, key: Key) -> list[Tiles]:
+    if path == "list":
+        layer = layer_of(key)
+        return list_tiles(launch, layer.k if launch == "shrink" else sum(layer.widths), key.rank)
+    return (shrink_tiles if "shrink" in launch else expand_tiles)(path, key.rank)
+
+
+def layer_of(key: Key) -> DenseLayer:
+    return next(layer for layer in DENSE if (layer.model, layer.layer) == (key.model, key.layer))
 
 
 def entries_of(key: Key, plan: Plan) -> list[tuple[Shape, Tiles]]:
     """What the configuration file is to say."""
     common = {"dtype": "bfloat16", "rank": key.rank, "adapters": key.adapters}
     if key.op == "dense_lora":
-        layer = next(layer for layer in DENSE if (layer.model, layer.layer) == (key.model, key.layer))
+        layer = layer_of(key)
         widths = {"shrink": layer.k, "expand": sum(layer.widths)}
         shapes = {kind: {"op": f"dense_{kind}", "width": width, "slices": len(layer.widths)} for kind, width in widths.items()}
         return [(Shape(rows=key.tokens, **shape, **common), plan[kind]) for kind, shape in shapes.items()]

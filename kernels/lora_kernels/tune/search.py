@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 import torch
 
 from lora_kernels.bench.measure import graph_us
-from lora_kernels.bench.models import DENSE, MOE
+from lora_kernels.bench.models import MOE
 from lora_kernels.bench.rows import Key
 from lora_kernels.dense_shrink.bench import DenseBench
 from lora_kernels.moe_prefill.bench import MODELS as PREFILL_MODELS
 from lora_kernels.moe_prefill.bench import make_layers, run_forward
 from lora_kernels.moe_prefill.plan import PrefillPlan
 from lora_kernels.moe_shrink.bench import MoeBench
-from lora_kernels.tune.candidates import Path, Plan
+from lora_kernels.tune.candidates import Path, Plan, layer_of
 
 STEPS = 24
 REPLAYS = 9
@@ -33,8 +33,7 @@ def runner(key: Key, *, steps: int = STEPS) -> Run:
         layers = make_layers(model, key.tokens, key.adapters, key.rank, count=min(PREFILL_LAYERS, steps))
         return lambda _, plan: run_forward(layers, PrefillPlan(**plan))
     if key.op == "dense_lora":
-        layer = next(layer for layer in DENSE if (layer.model, layer.layer) == (key.model, key.layer))
-        dense = DenseBench(layer, key.tokens, slots=key.adapters, adapters=key.adapters, rank=key.rank, steps=steps)
+        dense = DenseBench(layer_of(key), key.tokens, slots=key.adapters, adapters=key.adapters, rank=key.rank, steps=steps)
         return lambda step, plan: dense.ours(step, (plan["shrink"], plan["expand"]))
     bench = MoeBench(MOE[key.model], slots=key.adapters, rank=key.rank, layers=min(4, steps))
     batch = bench.batch(key.tokens, steps=steps, adapters=key.adapters)
