@@ -65,6 +65,13 @@ def test_no_row_is_selected_twice_and_each_op_can_be_selected_alone() -> None:
     assert all(parts)
 
 
+def test_the_whole_set_can_be_measured_in_two_parts() -> None:
+    parts = [select(Wanted(part=part)) for part in ("usual", "others")]
+    assert sorted(parts[0] + parts[1]) == sorted(select(Wanted()))
+    assert all(parts)
+    assert all((key.rank, key.routing) == (32, "uniform") for key in parts[0])
+
+
 def test_naming_ranks_or_routings_selects_those_alone() -> None:
     keys = select(Wanted(ops=["moe"], models=["gptoss-20b"], tokens=[8], ranks=[16, 64], routings=["zipf"]))
     assert [(key.rank, key.routing) for key in keys] == [(16, "zipf"), (64, "zipf")]

@@ -17,10 +17,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=_numbers, help="with any of these three, only what they name is measured (32)")
     parser.add_argument("--adapters", type=_numbers, help="(8)")
     parser.add_argument("--routing", type=_names(ROUTINGS), help=f"some of {','.join(ROUTINGS)} (uniform)")
+    parser.add_argument("--part", choices=("all", "usual", "others"), default="all", help="usual: rank 32, 8 adapters, uniform routing")
 
 
 def wanted_of(chosen: argparse.Namespace) -> Wanted:
-    names = ("ops", "models", "layers", "tokens", "ranks", "adapters")
+    names = ("ops", "models", "layers", "tokens", "ranks", "adapters", "part")
     return Wanted(**{name: getattr(chosen, name) for name in names}, routings=chosen.routing)
 
 

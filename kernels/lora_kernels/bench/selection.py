@@ -32,6 +32,8 @@ class Wanted:
     ranks: Sequence[int] | None = None
     adapters: Sequence[int] | None = None
     routings: Sequence[str] | None = None
+    part: str = "all"
+    """Of the whole set: "usual" (rank, adapters, routing), or the "others"."""
 
 
 def select(wanted: Wanted) -> list[Key]:
@@ -50,9 +52,9 @@ def _shapes(wanted: Wanted, tokens: Sequence[int], few: Sequence[int]) -> Iterat
                     for routing in wanted.routings or ("uniform",):
                         yield {"tokens": count, "adapters": adapters, "rank": rank, "routing": routing}
         return
-    for count in wanted.tokens or tokens:
+    for count in () if wanted.part == "others" else wanted.tokens or tokens:
         yield {"tokens": count, "adapters": ADAPTERS, "rank": RANK}
-    for count in () if wanted.tokens else few:
+    for count in () if wanted.part == "usual" or wanted.tokens else few:
         yield from ({"tokens": count, "adapters": ADAPTERS, "rank": rank} for rank in OTHER_RANKS)
         yield from ({"tokens": count, "adapters": adapters, "rank": RANK} for adapters in OTHER_ADAPTERS)
         yield from ({"tokens": count, "adapters": ADAPTERS, "rank": RANK, "routing": routing} for routing in ROUTINGS[1:])
@@ -85,7 +87,7 @@ def _prefill(wanted: Wanted) -> Iterator[Key]:
 
 def _work_list(wanted: Wanted) -> Iterator[Key]:
     for model in (model for model in wanted.models if model in PREFILL_MODELS):
-        for tokens in wanted.tokens or (64, 256, *(tokens for tokens, _ in PREFILL_SHAPES)):
+        for tokens in () if wanted.part == "others" else wanted.tokens or (64, 256, *(tokens for tokens, _ in PREFILL_SHAPES)):
             yield Key(op="work_list", model=model, **_as_served(wanted, {"tokens": tokens, "adapters": ADAPTERS, "rank": RANK}))
 
 
