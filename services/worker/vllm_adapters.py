@@ -1,6 +1,7 @@
 """Adapters in a vLLM engine: loaded before any request can name them, proven to change the answer, released with their slot zeroed."""
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -11,7 +12,7 @@ import structlog
 
 from services.worker.chat_templates import ChatTemplates
 from services.worker.engine import LoadProof, ReleaseProof
-from services.worker.vllm_loading import CALL_LIMIT_S, Loading
+from services.worker.vllm_loading import CALL_LIMIT_S, Loading, in_worker
 from services.worker.vllm_setup import VllmModules, available_bytes
 from shared.contracts.workers import SlotMemory
 from shared.errors import EngineError, LoadFailed
@@ -19,6 +20,9 @@ from shared.errors import EngineError, LoadFailed
 log = structlog.get_logger()
 
 PROBE_TOKENS = 48
+_WARM_NAME, _WARM_ID = "tenantry-warm-up", 1_000_000
+_WARM_TOGETHER = 8
+_WARM_TOKENS = 2
 LEAST_DIFFERENCE = 1e-6
 NOISE_FACTOR = 4.0  # batches of other sizes round differently: what two probes of the base differ by is not an effect
 
@@ -65,10 +69,27 @@ class LoadedAdapters:
         self._ids: dict[int, str] = {}  # every id ever given out; none is used twice
         self._proofs: dict[str, LoadProof] = {}
         self._changing = asyncio.Lock()
+        self._probe_numbers = itertools.count()
 
-    async def warm(self) -> None:
-        """One probe of the base. vLLM compiles on the first one, which would hold up every tenant's tokens at the first mount."""
+    async def warm(self) -> float:
+        """Probes alone and several at once, with an adapter of zeros and without; the seconds it took.
+
+        What is compiled only when it is first needed (kernels, the sampler's log-probabilities) would hold up every tenant's tokens at
+        the first mount or the first mixed batch.
+        """
+        started_s = time.monotonic()
+        await in_worker(self._engine, "tenantry_warm_up")
         await self._probe(None)
+        request = self._vllm.lora_request(lora_name=_WARM_NAME, lora_int_id=_WARM_ID, lora_path=f"/{_WARM_NAME}")
+        if await self._loading.load_zeros(request):
+            try:
+                await self._probe(request)
+                async with asyncio.TaskGroup() as group:
+                    for number in range(_WARM_TOGETHER):
+                        group.create_task(self._probe(request if number % 2 else None, tokens=_WARM_TOKENS))
+            finally:
+                await self._loading.release(_WARM_ID)
+        return time.monotonic() - started_s
 
     async def add(self, adapter_id: str, folder: Path, rank: int) -> LoadProof:
         """As Engine.add_adapter; repeated for one that is there, its first proof."""
@@ -195,13 +216,13 @@ class LoadedAdapters:
             )
         return difference
 
-    async def _probe(self, request: Any) -> LogProbabilities:
+    async def _probe(self, request: Any, tokens: int = 1) -> LogProbabilities:
         """Log-probabilities along the probe's prompt and of the token after it. The platform's own: past the governor, and with a
         salt that no tenant has."""
-        params = self._vllm.sampling_params(max_tokens=1, temperature=0.0, logprobs=5, prompt_logprobs=1, detokenize=False)
+        params = self._vllm.sampling_params(max_tokens=tokens, temperature=0.0, logprobs=5, prompt_logprobs=1, detokenize=False)
         prompt = {"type": "token", "prompt_token_ids": self._prompt, "cache_salt": "tenantry-probe"}
         last: Any = None
-        async for output in self._engine.generate(prompt, params, f"probe-{time.monotonic_ns()}", lora_request=request):
+        async for output in self._engine.generate(prompt, params, f"probe-{next(self._probe_numbers)}", lora_request=request):
             last = output
         if last is None or not last.outputs or not last.prompt_logprobs:
             raise LoadFailed("the engine gave no answer to the probe", reason="probe_failed")

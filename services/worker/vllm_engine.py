@@ -212,7 +212,7 @@ class VllmEngine:
         loading, self._tier = await choose_loading(engine, self.description, slots["slot_bytes"], self._settings.host_tier_slots)
         self._adapters = LoadedAdapters(vllm, engine, loras, loading, slots, model.get_vocab_size(), model.max_model_len)
         if "generate" in tasks:
-            await self._adapters.warm()
+            log.info("engine.warmed_up", seconds=round(await self._adapters.warm(), 1))
         vllm_app.use_templates(engine.renderer, self._template_of_current)
         described = setup.slot_bytes_per_rank(self.description, _ELEMENT_BYTES[self.description.dtype])
         if described != slots["bytes_per_rank"]:

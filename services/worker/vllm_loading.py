@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from services.worker.engine_host_tier import HostTier, Image, chat_template_of
-from services.worker.engine_image import SlotLayout
+from services.worker.engine_image import PIECE_BYTES, SlotLayout
 from shared.contracts.base import BaseDescription
 from shared.errors import LoadFailed
 
@@ -34,6 +34,10 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 class Loading(Protocol):
     async def load(self, request: Any, folder: Path) -> Loaded:
         """:raises LoadFailed: refused, or what arrived in the slot is not what was packed."""
+        ...
+
+    async def load_zeros(self, request: Any) -> bool:
+        """Mounts an adapter that changes nothing, for every module; false where that cannot be done without files."""
         ...
 
     async def release(self, int_id: int) -> int:
@@ -79,6 +83,15 @@ class StagedLoading:
             chat_template=image.chat_template,
             image=image,
         )
+
+    async def load_zeros(self, request: Any) -> bool:
+        """Before anything is staged: the tier's memory is all zeros then."""
+        layout = self._tier.layout
+        modules = sorted({part.module for part in layout.parts})
+        pieces = sum(-(-layout.part_bytes(part) // PIECE_BYTES) for part in layout.parts)
+        await in_worker(self._engine, "tenantry_begin_mount", request.lora_int_id, 0, layout.max_rank, modules, [0] * pieces)
+        end = await self._until(lambda state: state != "copying", "tenantry_end_mount", request.lora_int_id)
+        return end["state"] == "mounted"
 
     async def release(self, int_id: int) -> int:
         slot = await in_worker(self._engine, "tenantry_begin_release", int_id)
@@ -127,6 +140,10 @@ class StockLoading:
             true_bytes=size,
             chat_template=chat_template_of(folder),
         )
+
+    async def load_zeros(self, request: Any) -> bool:
+        del request
+        return False
 
     async def release(self, int_id: int) -> int:
         slots: Mapping[str, Any] = await in_worker(self._engine, "tenantry_slots")
