@@ -132,6 +132,24 @@ def unload(
         print_line(f"{owner}/{name} " + ("is released" if wait else "is draining; `tenantry adapter list` shows when it is gone"))
 
 
+@app.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument()],
+    tenant: Annotated[str, typer.Option("--tenant", help="Needed where several tenants have an adapter of this name.")] = "",
+    version: Annotated[int, typer.Option("--version", min=0, help="Only this one; default: all.")] = 0,
+    data: access.DataOption = access.DATA,
+    url: access.UrlOption = "",
+    as_json: access.JsonOption = False,
+) -> None:
+    """Forget versions that are not mounted, and their stored files."""
+    with access.client(url, data) as client:
+        views = client.remove(name, tenant or None, version=version)
+    if as_json:
+        print_json(views)
+    else:
+        print_line(f"{name}: {len(views)} version{'s' if len(views) != 1 else ''} and their files removed")
+
+
 @app.command("events")
 def events(
     name: Annotated[str, typer.Argument()] = "",

@@ -78,6 +78,7 @@ def apply(
                     vram_quota_mb=step.vram_quota_mb,
                     upgrade_headroom_mb=step.upgrade_headroom_mb,
                     base_allowed=step.base_allowed,
+                    limits=step.limits,
                 )
                 changes.append(Change(kind="added", what=f"tenant {step.name}", detail=f"VRAM quota {step.vram_quota_mb} MB"))
             case plans.ChangeTenant():

@@ -6,7 +6,7 @@ client.unload("lora_cs", mode="draining")
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -65,6 +65,10 @@ class Client:
     def tenants(self) -> list[TenantView]:
         return self._get("/tenants", list[TenantView])
 
+    def tenant(self, name: str) -> TenantView:
+        """With what it asks for, holds and is allowed of everything."""
+        return self._get(f"/tenants/{name}", TenantView)
+
     def add_tenant(
         self,
         name: str,
@@ -73,14 +77,16 @@ class Client:
         upgrade_headroom_mb: int = 0,
         base_allowed: bool = True,
         nats_user: bool = False,
+        limits: Mapping[str, Any] | None = None,
     ) -> TenantView:
-        """With `nats_user` the answer holds its NATS password, once."""
+        """With `nats_user` the answer holds its NATS password, once. `limits`: fields of contracts.tenancy.TenantLimits."""
         body = {
             "name": name,
             "vram_quota_bytes": vram_quota_mb * MB,
             "upgrade_headroom_bytes": upgrade_headroom_mb * MB,
             "base_allowed": base_allowed,
             "nats_password": nats_user,
+            "limits": dict(limits or {}),
         }
         return self._send("POST", "/tenants", TenantView, json=body)
 
@@ -94,9 +100,17 @@ class Client:
     def keys(self, tenant: str = "") -> list[KeyView]:
         return self._get("/keys", list[KeyView], tenant=tenant)
 
-    def add_key(self, *tenants: str, gateway: bool = False, label: str = "") -> KeyView:
-        """The answer's `secret` is the API key; it is shown this once. A gateway's key may speak for several tenants."""
-        return self._send("POST", "/keys", KeyView, json={"tenants": list(tenants), "gateway": gateway, "label": label})
+    def add_key(self, *tenants: str, gateway: bool = False, label: str = "", scopes: Sequence[str] = ("infer",)) -> KeyView:
+        """The answer's `secret` is the API key; it is shown this once. A gateway's key may speak for several tenants.
+
+        `scopes`: infer (the OpenAI paths), adapters and admin (the tenant's own adapters, keys and figures on the admin plane).
+        """
+        body = {"tenants": list(tenants), "gateway": gateway, "label": label, "scopes": list(scopes)}
+        return self._send("POST", "/keys", KeyView, json=body)
+
+    def rotate_key(self, key_id: str, *, overlap_s: float = 3600.0) -> KeyView:
+        """A new secret for the same tenants and scopes; the old one works for overlap_s more."""
+        return self._send("POST", f"/keys/{key_id}/rotate", KeyView, json={"overlap_s": overlap_s})
 
     def revoke_key(self, key_id: str) -> None:
         self._send("DELETE", f"/keys/{key_id}", object)
@@ -186,15 +200,20 @@ class Client:
         timeout = httpx.Timeout(wait_s + 30.0, connect=5.0)
         return self._send("POST", f"/adapters/{owner}/{name}/unload", object, json=body, timeout=timeout)
 
+    def remove(self, name: str, tenant: str | None = None, *, version: int = 0) -> list[AdapterView]:
+        """Forgets versions that are not mounted (all, or one), and their stored files."""
+        owner = tenant or self.owner_of(name, all_versions=True)
+        return self._send("DELETE", f"/adapters/{owner}/{name}", list[AdapterView], params=_present(version=version or ""))
+
     def events(self, tenant: str = "", name: str = "", *, limit: int = 100) -> list[AdapterEvent]:
         return self._get("/events", list[AdapterEvent], tenant=tenant, name=name, limit=limit)
 
-    def owner_of(self, name: str) -> str:
+    def owner_of(self, name: str, *, all_versions: bool = False) -> str:
         """The one tenant that has an adapter of this name.
 
         :raises ClientError: none has (404), or several (409).
         """
-        owners = sorted({view.tenant for view in self.adapters() if view.name == name})
+        owners = sorted({view.tenant for view in self.adapters(all_versions=all_versions) if view.name == name})
         if not owners:
             raise ClientError(f"no tenant has an adapter {name}", status=404, peer_code="adapter_not_found")
         if len(owners) > 1:

@@ -9,7 +9,9 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 import yaml
+from msgspec import UNSET, UnsetType
 
+from services.cli import limits
 from shared.contracts.state import NAME_PATTERN, Routing, RoutingDefault
 from shared.errors import ConfigInvalid
 
@@ -28,9 +30,31 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Of limits, what is not written stays; null takes one away."""
+
     name: str
     upgrade_headroom_mb: int = 0  # room for the second version while an alias is switched
     base_allowed: bool = True
+    kv_quota_mb: int | UnsetType | None = UNSET
+    max_concurrent: int | UnsetType | None = UNSET
+    requests_per_minute: int | UnsetType | None = UNSET
+    tokens_per_minute: int | UnsetType | None = UNSET
+    host_cache_mb: int | UnsetType | None = UNSET
+    artifact_mb: int | UnsetType | None = UNSET
+    burst: bool | UnsetType = UNSET
+    weight: int | UnsetType = UNSET
+    default_max_tokens: int | UnsetType | None = UNSET
+    queue_limit: int | UnsetType = UNSET
+    queue_deadline_s: float | UnsetType = UNSET
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Fields of TenantLimits.
+
+        :raises ConfigInvalid: one is out of bounds.
+        """
+        written = {name: getattr(self, name) for name in limits.NAMES}
+        return limits.of_written({name: value for name, value in written.items() if value is not UNSET})
 
 
 class RoutingEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +187,10 @@ class _Form:
         self._check_name(node, f"tenants[{index}].name", entry.name)
         if entry.upgrade_headroom_mb < 0:
             self.fail(node, f"tenants[{index}].upgrade_headroom_mb is {entry.upgrade_headroom_mb}: it must be 0 or more")
+        try:
+            _ = entry.limits
+        except ConfigInvalid as error:
+            self.fail(node, f"tenants[{index}].{error.message}")
         if any(other.name == entry.name for other in tenants[:index]):
             self.fail(node, f"tenant {entry.name} stands twice")
 

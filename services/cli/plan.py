@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
+from services.cli import limits
 from services.cli.manifest import MB, AdapterEntry, Manifest
 from shared.contracts.admin import AdapterView, TenantView
 from shared.contracts.state import Routing
+from shared.contracts.tenancy import TenantLimits
 
 _SERVING = {"ready"}
 
@@ -21,6 +23,7 @@ class AddTenant(msgspec.Struct, frozen=True, kw_only=True):
     vram_quota_mb: int
     upgrade_headroom_mb: int
     base_allowed: bool
+    limits: dict[str, Any] = {}
 
 
 class ChangeTenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +105,7 @@ def plan(
                 vram_quota_mb=manifest.quota_bytes(name) // MB,
                 upgrade_headroom_mb=own.upgrade_headroom_mb if own else 0,
                 base_allowed=own.base_allowed if own else True,
+                limits=own.limits if own else {},
             )
             steps.append(add)
             view = _as_added(add)
@@ -130,6 +134,7 @@ def _as_added(add: AddTenant) -> TenantView:
         upgrade_headroom_bytes=add.upgrade_headroom_mb * MB,
         adapters=0,
         base_allowed=add.base_allowed,
+        limits=msgspec.structs.replace(TenantLimits(), **add.limits),
     )
 
 
@@ -154,6 +159,11 @@ def _change(manifest: Manifest, name: str, view: TenantView) -> ChangeTenant | N
         if own.base_allowed != view.base_allowed:
             changes["base_allowed"] = own.base_allowed
             said.append("base allowed" if own.base_allowed else "base not allowed")
+        differing = {field: value for field, value in own.limits.items() if getattr(view.limits, field) != value}
+        if differing:
+            changes["limits"] = differing
+            after = limits.said(msgspec.structs.replace(view.limits, **differing))
+            said += [f"{name} {value} -> {after[name]}" for name, value in limits.said(view.limits).items() if value != after[name]]
     return ChangeTenant(name=name, changes=changes, said=", ".join(said)) if changes else None
 
 

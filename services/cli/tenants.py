@@ -1,14 +1,38 @@
 """`tenantry tenant`: tenants and their keys."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from services.cli import access
-from services.cli.datafolder import DataFolder, SavedKey
-from services.cli.output import console, megabytes, print_json, print_line, table
+from services.cli import access, keys
+from services.cli.limits import of_options, said
+from services.cli.output import console, facts, megabytes, print_json, print_line, table
+from shared.contracts.admin import TenantView
 
 app = typer.Typer(no_args_is_help=True, help="Tenants and their API keys.")
+app.add_typer(keys.app, name="key")
+
+_LIMITS = "Limits (N, or `none` for no limit)"
+
+
+def _limit(name: str, text: str) -> Any:
+    return typer.Option(name, metavar="N", help=text, rich_help_panel=_LIMITS)
+
+
+KvQuota = Annotated[str | None, _limit("--kv-quota-mb", "KV cache per pool, guaranteed; the most it may hold unless --burst.")]
+MaxConcurrent = Annotated[str | None, _limit("--max-concurrent", "Requests at once, per pool.")]
+RequestsPerMinute = Annotated[str | None, _limit("--requests-per-minute", "Over all routers.")]
+TokensPerMinute = Annotated[str | None, _limit("--tokens-per-minute", "Prompt and output, over all routers.")]
+HostCache = Annotated[str | None, _limit("--host-cache-mb", "Its packed adapters in a worker's host memory.")]
+Artifacts = Annotated[str | None, _limit("--artifact-mb", "Its stored adapter files, all versions.")]
+Burst = Annotated[
+    bool | None,
+    typer.Option("--burst/--no-burst", help="May borrow KV cache that others' guarantees leave unused.", rich_help_panel=_LIMITS),
+]
+Weight = Annotated[str | None, _limit("--weight", "Share of the engine's time while several tenants have work.")]
+DefaultMaxTokens = Annotated[str | None, _limit("--default-max-tokens", "What a request without max_tokens reserves.")]
+QueueLimit = Annotated[str | None, _limit("--queue-limit", "Its requests that may wait on one worker.")]
+QueueDeadline = Annotated[str | None, _limit("--queue-deadline-s", "Seconds that one may wait.")]
 
 
 @app.command("add")
@@ -18,24 +42,57 @@ def add(
     headroom_mb: Annotated[int, typer.Option("--headroom-mb", min=0, help="Room for a second version while an alias is switched.")] = 0,
     base: Annotated[bool, typer.Option("--base/--no-base", help="May it use the bare base model?")] = True,
     nats_user: Annotated[bool, typer.Option("--nats-user", help="Make a NATS user, to onboard adapters by event.")] = False,
+    kv_quota_mb: KvQuota = None,
+    max_concurrent: MaxConcurrent = None,
+    requests_per_minute: RequestsPerMinute = None,
+    tokens_per_minute: TokensPerMinute = None,
+    host_cache_mb: HostCache = None,
+    artifact_mb: Artifacts = None,
+    burst: Burst = None,
+    weight: Weight = None,
+    default_max_tokens: DefaultMaxTokens = None,
+    queue_limit: QueueLimit = None,
+    queue_deadline_s: QueueDeadline = None,
     data: access.DataOption = access.DATA,
     url: access.UrlOption = "",
     as_json: access.JsonOption = False,
 ) -> None:
     """Add a tenant."""
+    given = of_options(
+        {
+            "kv_quota_mb": kv_quota_mb,
+            "max_concurrent": max_concurrent,
+            "requests_per_minute": requests_per_minute,
+            "tokens_per_minute": tokens_per_minute,
+            "host_cache_mb": host_cache_mb,
+            "artifact_mb": artifact_mb,
+            "burst": burst,
+            "weight": weight,
+            "default_max_tokens": default_max_tokens,
+            "queue_limit": queue_limit,
+            "queue_deadline_s": queue_deadline_s,
+        }
+    )
     with access.client(url, data) as client:
         view = client.add_tenant(
-            name, vram_quota_mb=quota_mb, upgrade_headroom_mb=headroom_mb, base_allowed=base, nats_user=nats_user
-        )  # fmt: skip
+            name,
+            vram_quota_mb=quota_mb,
+            upgrade_headroom_mb=headroom_mb,
+            base_allowed=base,
+            nats_user=nats_user,
+            limits=given,
+        )
     if as_json:
         print_json(view)
         return
     print_line(f"tenant {view.name} added: VRAM quota {megabytes(view.vram_quota_bytes)}")
+    _print_notes(view)
     if view.nats_password:
         print_line(f"NATS user {view.nats_user or view.tenant_id}, password (shown once): {view.nats_password}")
 
 
-@app.command("set")
+@app.command("set", hidden=True)
+@app.command("update")
 def change(
     name: Annotated[str, typer.Argument()],
     quota_mb: Annotated[int | None, typer.Option("--quota-mb", min=0)] = None,
@@ -43,17 +100,44 @@ def change(
     base: Annotated[bool | None, typer.Option("--base/--no-base")] = None,
     default_adapter: Annotated[str | None, typer.Option("--default-adapter")] = None,
     nats_user: Annotated[bool, typer.Option("--nats-user", help="Make a NATS user, or a new password for it.")] = False,
+    kv_quota_mb: KvQuota = None,
+    max_concurrent: MaxConcurrent = None,
+    requests_per_minute: RequestsPerMinute = None,
+    tokens_per_minute: TokensPerMinute = None,
+    host_cache_mb: HostCache = None,
+    artifact_mb: Artifacts = None,
+    burst: Burst = None,
+    weight: Weight = None,
+    default_max_tokens: DefaultMaxTokens = None,
+    queue_limit: QueueLimit = None,
+    queue_deadline_s: QueueDeadline = None,
     data: access.DataOption = access.DATA,
     url: access.UrlOption = "",
     as_json: access.JsonOption = False,
 ) -> None:
-    """Change a tenant; what is not named stays."""
+    """Change a tenant; what is not named stays. A quota below what is held evicts nothing and lets nothing new in."""
+    given = of_options(
+        {
+            "kv_quota_mb": kv_quota_mb,
+            "max_concurrent": max_concurrent,
+            "requests_per_minute": requests_per_minute,
+            "tokens_per_minute": tokens_per_minute,
+            "host_cache_mb": host_cache_mb,
+            "artifact_mb": artifact_mb,
+            "burst": burst,
+            "weight": weight,
+            "default_max_tokens": default_max_tokens,
+            "queue_limit": queue_limit,
+            "queue_deadline_s": queue_deadline_s,
+        }
+    )
     wanted = {
         "vram_quota_bytes": None if quota_mb is None else quota_mb * 1024 * 1024,
         "upgrade_headroom_bytes": None if headroom_mb is None else headroom_mb * 1024 * 1024,
         "base_allowed": base,
         "default_adapter": default_adapter,
         "nats_password": nats_user or None,
+        "limits": given or None,
     }
     with access.client(url, data) as client:
         view = client.update_tenant(name, **{field: value for field, value in wanted.items() if value is not None})
@@ -61,8 +145,37 @@ def change(
         print_json(view)
         return
     print_line(f"tenant {view.name} changed")
+    _print_notes(view)
     if view.nats_password:
         print_line(f"NATS user {view.nats_user or view.tenant_id}, password (shown once): {view.nats_password}")
+
+
+@app.command("show")
+def show(
+    name: Annotated[str, typer.Argument()],
+    data: access.DataOption = access.DATA,
+    url: access.UrlOption = "",
+    as_json: access.JsonOption = False,
+) -> None:
+    """Show what a tenant asks for, holds and is allowed."""
+    with access.client(url, data) as client:
+        view = client.tenant(name)
+    if as_json:
+        print_json(view)
+        return
+    rows = [
+        (
+            figure.resource.removesuffix("_bytes"),
+            "/".join(part for part in (figure.pool_id, figure.worker_id) if part) or "-",
+            _amount(figure.resource, figure.asked) if figure.asked else "-",
+            _amount(figure.resource, figure.held),
+            "not limited" if figure.allowed is None else _amount(figure.resource, figure.allowed) + (" OVER" if figure.over else ""),
+        )
+        for figure in view.figures
+    ]
+    console.print(table(("of", "where", "asked", "held", "allowed"), rows, right=("asked", "held", "allowed")))
+    console.print(facts([(key, "-" if value is None else str(value)) for key, value in said(view.limits).items()]))
+    _print_notes(view)
 
 
 @app.command("list")
@@ -101,42 +214,13 @@ def remove(
     print_line(f"tenant {name} removed")
 
 
-@app.command("key")
-def key(
-    name: Annotated[str, typer.Argument(help="The tenant.")],
-    gateway: Annotated[
-        list[str] | None, typer.Option("--gateway", help="Also speaks for this tenant, named by the routing header.")
-    ] = None,
-    label: Annotated[str, typer.Option("--label")] = "",
-    save: Annotated[bool, typer.Option("--save", help="Keep it in the data folder for `tenantry ask`.")] = False,
-    list_keys: Annotated[bool, typer.Option("--list", help="List the tenant's keys instead.")] = False,
-    revoke: Annotated[str, typer.Option("--revoke", metavar="KEY_ID", help="Revoke a key instead.")] = "",
-    data: access.DataOption = access.DATA,
-    url: access.UrlOption = "",
-    as_json: access.JsonOption = False,
-) -> None:
-    """Make an API key (shown once), or list or revoke a tenant's keys."""
-    with access.client(url, data) as client:
-        if revoke:
-            client.revoke_key(revoke)
-            print_line(f"key {revoke} revoked")
-            return
-        if list_keys:
-            views = client.keys(name)
-            if as_json:
-                print_json(views)
-                return
-            rows = [
-                (view.key_id, view.label, ", ".join(view.tenants), "revoked" if view.revoked else "valid", view.created_at)
-                for view in views
-            ]  # fmt: skip
-            console.print(table(("key", "label", "tenants", "state", "made"), rows))
-            return
-        made = client.add_key(name, *(gateway or []), gateway=bool(gateway), label=label)
-    if save:
-        folder = DataFolder(data)
-        folder.save_api_keys({**folder.api_keys(), name: SavedKey(key_id=made.key_id, secret=made.secret)})
-    if as_json:
-        print_json(made)
-        return
-    print_line(f"key {made.key_id} for {', '.join(made.tenants)} (shown once): {made.secret}")
+def _amount(resource: str, value: int) -> str:
+    return megabytes(value) if resource.endswith("_bytes") else str(value)
+
+
+def _print_notes(view: TenantView) -> None:
+    if view.over_quota:
+        names = ", ".join(name.removesuffix("_bytes") for name in view.over_quota)
+        print_line(f"over quota: {names}; nothing is taken away, and nothing new gets in until less is held")
+    for note in view.notes:
+        print_line(f"note: {note}")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli import limits
 from services.cli.manifest import MB, parse, read
 from services.cli.up_options import DEMO
 from shared.contracts.state import Routing, RoutingDefault
@@ -48,6 +49,40 @@ def test_a_tenant_s_quota_is_the_sum_of_its_entries_and_each_is_its_adapter_s_ce
 
 def test_a_file_without_routing_leaves_the_routing_as_it_is() -> None:
     assert parse(AS_ASKED.split("routing:")[0], "t").routing is None
+
+
+LIMITED = (
+    AS_ASKED
+    + """\
+tenants:
+  - name: sales
+    kv_quota_mb: 512
+    max_concurrent: 8
+    tokens_per_minute: null
+    burst: true
+    queue_deadline_s: 2.5
+"""
+)
+
+
+def test_a_tenant_s_limits_stand_beside_its_name_and_what_is_not_written_stays() -> None:
+    (entry,) = parse(LIMITED, "t").tenants
+    assert entry.limits == {
+        "kv_quota_bytes": 512 * MB,
+        "max_concurrent": 8,
+        "tokens_per_minute": None,
+        "burst": True,
+        "queue_deadline_s": 2.5,
+    }
+
+
+@pytest.mark.parametrize("limit", list(limits.NAMES))
+@pytest.mark.parametrize("value", ["-1", "many", "1000000000000000000000000000000", "[]", ".nan"])
+def test_a_wrong_limit_in_the_file_is_refused_by_its_line_and_name(limit: str, value: str) -> None:
+    text = f"tenants:\n  - name: sales\n    {limit}: {value}\n"
+    with pytest.raises(ConfigInvalid, match=rf"t.yaml:[23]: tenants\[0\]\.{limit} is ") as caught:
+        parse(text, "t.yaml")
+    assert len(caught.value.message) < 300
 
 
 REFUSED = [

@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from services.cli.manifest import MB, Manifest, parse
 from services.cli.plan import AddTenant, ChangeRouting, ChangeTenant, LeftAlone, Local, Missing, Mount, Step, Unchanged, Upload, plan
 from shared.contracts.admin import AdapterView, TenantView
 from shared.contracts.state import Routing, RoutingDefault
+from shared.contracts.tenancy import TenantLimits
 
 TEXT = """\
 adapters:
@@ -140,3 +143,23 @@ def test_another_base_in_the_file_brings_the_adapter_again() -> None:
 def test_adapters_that_the_file_does_not_name_are_left_alone_and_said() -> None:
     made = steps(adapters=[adapter("one"), adapter("two"), adapter("three")])
     assert made[-1] == LeftAlone(tenant="sales", name="three")
+
+
+LIMITED = TEXT.replace("upgrade_headroom_mb: 20", "upgrade_headroom_mb: 20, max_concurrent: 4, kv_quota_mb: 10, weight: 2")
+
+
+def test_limits_that_differ_are_changed_and_said_and_those_not_written_stay() -> None:
+    manifest = parse(LIMITED, "t")
+    held = TenantLimits(max_concurrent=8, weight=2, requests_per_minute=60)
+    (change,) = [step for step in steps(manifest=manifest, tenants=[tenant(limits=held)]) if isinstance(step, ChangeTenant)]
+    assert change.changes == {"limits": {"max_concurrent": 4, "kv_quota_bytes": 10 * MB}}
+    assert change.said == "kv_quota_mb None -> 10, max_concurrent 8 -> 4"
+    after = msgspec.structs.replace(held, max_concurrent=4, kv_quota_bytes=10 * MB)
+    assert not [step for step in steps(manifest=manifest, tenants=[tenant(limits=after)]) if isinstance(step, ChangeTenant)]
+
+
+def test_a_new_tenant_is_added_with_its_limits_in_one_step() -> None:
+    found = steps(manifest=parse(LIMITED, "t"), tenants=[])
+    (add,) = [step for step in found if isinstance(step, AddTenant)]
+    assert add.limits == {"max_concurrent": 4, "kv_quota_bytes": 10 * MB, "weight": 2}
+    assert all("limits" not in step.changes for step in found if isinstance(step, ChangeTenant))
