@@ -116,7 +116,11 @@ def test_experts_of_other_ranks_are_left_alone(wrapper: gpu_wrapper.GpuLoraWrapp
     assert gpu_wrapper.local_ids(skipped, expert_map).tolist() == [[-1]]
 
 
-def test_a_dense_layer_of_three_slices_is_updated_in_place(wrapper: gpu_wrapper.GpuLoraWrapper, random: Any) -> None:
+@pytest.mark.parametrize("listed", [False, True], ids=["short", "long"])
+def test_a_dense_layer_of_three_slices_is_updated_in_place(
+    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    monkeypatch.setattr(gpu_wrapper, "needs_token_list", lambda num_tokens: listed)
     widths = (48, 16, 16)
     x, y = random(TOKENS, HIDDEN), random(TOKENS, sum(widths))
     a, b = [random(SLOTS, 1, RANK, HIDDEN) for _ in widths], [random(SLOTS, 1, width, RANK) for width in widths]

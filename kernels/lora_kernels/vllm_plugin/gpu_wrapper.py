@@ -11,8 +11,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from lora_kernels.dense_expand import dense_expand_
-from lora_kernels.dense_shrink import dense_shrink
+from lora_kernels.dense_lora import TokenList, dense_lora_, needs_token_list
 from lora_kernels.launch import Overlap
 from lora_kernels.moe_lora import Routing, moe_lora_
 from lora_kernels.vllm_plugin.step_tables import NO_SLOT, StepTables, slots_of
@@ -56,6 +55,11 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         """[num_tokens] int32, -1 for rows without an adapter."""
         return self.token_mapping_meta.token_lora_mapping[:num_tokens]
 
+    def _token_list(self, num_tokens: int) -> TokenList:
+        meta = self.token_mapping_meta
+        order = meta.token_indices_sorted_by_lora_ids[:num_tokens]
+        return TokenList(order=order, slots=meta.active_lora_ids, starts=meta.lora_token_start_loc, counts=meta.num_tokens_per_lora)
+
     def add_lora_linear(
         self,
         y: torch.Tensor,
@@ -79,11 +83,10 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         if not self.num_adapters:
             return
         x = x.view(-1, x.shape[-1])
-        slots = self.token_slots(len(x))
+        tokens = self._token_list(len(x)) if needs_token_list(len(x)) else None
         try:
             # The kernel before wrote neither slots nor adapters.
-            partials = dense_shrink(x, a, slots, overlap=Overlap.IDS_SETTLED)
-            dense_expand_(y.view(-1, y.shape[-1]), partials, b, slots)
+            dense_lora_(y.view(-1, y.shape[-1]), x, a, b, self.token_slots(len(x)), token_list=tokens, overlap=Overlap.IDS_SETTLED)
         except ValueError as error:
             tell_once(f"a dense layer is served by vLLM's own LoRA kernels: {error}")
             super().add_lora_linear(y, x, tuple(a), tuple(b), 1.0, tuple(output_slices))
