@@ -14,6 +14,7 @@ import structlog
 from services.worker.engine import AsgiApp, Scope
 from services.worker.frames import Outbox, Stream
 from services.worker.governor import Attempt, current_attempt
+from services.worker.request_policy import Prepared
 from shared.contracts.errors import to_info
 from shared.contracts.inference import FrameKind, Handle, Head, InferRequest, encode
 from shared.errors import Cancelled, DeadlineExceeded, EmptyAnswer, EngineError, StreamGap, TenantryError, WorkerLost
@@ -22,6 +23,7 @@ log = structlog.get_logger()
 
 DISCONNECT_GRACE_S = 0.3  # after http.disconnect the application has this long before it is cancelled
 _HELD_LIMIT = 64  # pieces withheld until admission; a stream that says more before it is admitted is passed on
+QUEUE_MS_HEADER = "x-tenantry-queue-ms"  # how long it waited in its tenant's queue
 _DONE = b"data: [DONE]"
 _PASSED_HEADERS = frozenset({b"retry-after", b"openai-processing-ms"})
 
@@ -29,7 +31,7 @@ _PASSED_HEADERS = frozenset({b"retry-after", b"openai-processing-ms"})
 class RequestPolicy(Protocol):
     """What of a client's body reaches the engine, and what of the engine's names reaches the client (request_policy.py)."""
 
-    def prepare(self, path: str, body: bytes, handle: Handle, engine_model: str) -> bytes:
+    def prepare(self, path: str, body: bytes, handle: Handle, engine_model: str) -> Prepared:
         """:raises FieldNotAllowed: or InvalidRequest."""
         ...
 
@@ -84,6 +86,7 @@ class Answering:
         self._abort = error
         self._abort_reason = reason
         self._gone.set()
+        self.attempt.place.stop_waiting(error)
         if self._scope is not None:
             now_s = self._loop.time()
             due_s = self._scope.when()
@@ -102,7 +105,8 @@ class Answering:
         current_attempt.set(self.attempt)
         raised: TenantryError | None = None
         try:
-            self._body = self._policy.prepare(self.request.path, self._client_body, self.request.handle, self._engine_model)
+            prepared = self._policy.prepare(self.request.path, self._client_body, self.request.handle, self._engine_model)
+            self._body, self.attempt.plan = prepared.body, prepared.plan
             self._client_body = b""
             if self._abort is None:
                 await self._call()
@@ -219,12 +223,18 @@ class Answering:
     async def _pass_on(self, piece: bytes) -> None:
         if not self._head_sent:
             self._head_sent = True
-            self._outbox.send(self.stream, FrameKind.HEAD, encode(self._head or Head(status=200)))
+            self._outbox.send(self.stream, FrameKind.HEAD, encode(self._headed()))
         try:
             await self._outbox.body(self.stream, piece)
         except StreamGap as error:
             self.abort(error)
             raise
+
+    def _headed(self) -> Head:
+        head = self._head or Head(status=200)
+        if self.attempt.admitted.is_set():
+            head.headers[QUEUE_MS_HEADER] = str(round(self.attempt.place.queued_ms))
+        return head
 
 
 def _head(message: MutableMapping[str, Any]) -> Head:

@@ -1,13 +1,16 @@
 """The governor stands between the OpenAI application and the engine: handle check, in-flight counts, cancellation, metering.
 
-Quotas and fairness come here as decisions of shared/policy; `admit` is their seam.
+Who may enter the engine, and when, is admission.py's.
 """
 
 import asyncio
 from contextvars import ContextVar
 
+from services.worker.admission import Admission
+from services.worker.admission_calls import Call, Place
+from services.worker.request_plan import RequestPlan
 from shared.contracts.inference import Handle, Totals
-from shared.errors import HandleMismatch, TenantryError
+from shared.errors import Cancelled, HandleMismatch, TenantryError
 
 
 class Attempt:
@@ -19,12 +22,13 @@ class Attempt:
         self.router_id = router_id
         self.handle = handle
         self.path = path
+        self.plan = RequestPlan()
+        self.place = Place(handle.tenant_id)
         self.admitted = asyncio.Event()
         self.refusal: TenantryError | None = None  # set: whatever the application answers is replaced by this error
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
-        self.counted_prompts: set[str] = set()  # of beam searches, whose prompt reaches the engine once per beam and token
         self.engine_requests: set[str] = set()  # the engine's ids of what runs for it now
         self.closed = False  # the application has ended with it, one way or another: nothing may start any more
         self.engine_started_s: float | None = None  # loop time of admission
@@ -59,6 +63,7 @@ class Governor:
     """In-flight attempts by subject id (adapter_id, or the base's). Counts fall on every way out: `end` is in a finally."""
 
     def __init__(self) -> None:
+        self.admission = Admission()
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._by_subject: dict[str, set[tuple[str, int]]] = {}
         self._idle: dict[str, asyncio.Event] = {}
@@ -76,6 +81,7 @@ class Governor:
         """Idempotent."""
         if self._attempts.pop(attempt.key, None) is None:
             return
+        self.admission.finish(attempt.place)
         subject = attempt.handle.subject_id
         members = self._by_subject[subject]
         members.discard(attempt.key)
@@ -117,21 +123,44 @@ class Governor:
         )
         raise attempt.refusal
 
-    async def admit(self, attempt: Attempt, prompt_tokens: int, max_tokens: int, samples: int, now_s: float) -> None:
-        """Lets the generation start, or waits, or refuses. Tokens and samples are what a reservation will be made of.
+    async def admit(
+        self, attempt: Attempt, prompt_tokens: int, max_tokens: int | None, samples: int, now_s: float, *, beam: bool = False
+    ) -> Call:
+        """One call of the engine for the attempt, once it may start; `leave` is owed for it.
 
-        A wait must end when the attempt is closed: the application may have left this call behind.
+        `max_tokens` is per sample. A beam search calls the engine once per beam and token; all its calls have one place, which it
+        keeps until the attempt ends, and its prompt counts once. The wait ends when the attempt is closed or aborted.
 
-        :raises TenantryError: refused (the attempt's refusal is set).
+        :raises TenantryError: refused (the attempt's refusal is set), or not waited for any more.
         """
-        del max_tokens, samples  # what a KV reservation will count; admission has no limits yet
+        if beam and attempt.place.firsts:
+            prompt_tokens = 0
+        try:
+            call = await self.admission.admit(attempt.place, attempt.plan, attempt.key, prompt_tokens, max_tokens, samples, beam=beam)
+        except Cancelled:
+            raise
+        except TenantryError as error:
+            attempt.refusal = attempt.refusal or error
+            raise
         attempt.prompt_tokens += prompt_tokens
         if attempt.engine_started_s is None:
-            attempt.engine_started_s = now_s
+            attempt.engine_started_s = now_s + attempt.place.queued_ms / 1000.0
         attempt.admitted.set()
+        return call
 
-    def count(self, attempt: Attempt, *, completion_tokens: int, cached_tokens: int, now_s: float) -> None:
+    def leave(self, call: Call) -> None:
+        """The engine's call has ended, one way or another. Idempotent."""
+        self.admission.leave(call)
+
+    def count(self, attempt: Attempt, call: Call, *, completion_tokens: int, cached_tokens: int, now_s: float) -> None:
         """Adds what one step of the engine made, and prompt tokens that it found in its cache."""
+        if completion_tokens:
+            if not call.output:
+                self.admission.started(call)
+            call.output += completion_tokens
+            if call.output > call.due:
+                self.admission.top_up(call)
+        call.cached += cached_tokens
         attempt.completion_tokens += completion_tokens
         attempt.cached_tokens += cached_tokens
         if attempt.engine_started_s is not None:

@@ -79,6 +79,8 @@ class Reporter:
             adapters=tuple(self._use(adapter_id, adapter_id) for adapter_id in self._mounter.mounts),
             memory=self._memory,
             completion_tokens_per_s=speed(self._tokens),
+            tenants=tuple(self._governor.admission.uses()),
+            shares_revision=self._governor.admission.shares_revision,
         )
 
     def _use(self, subject_id: str, adapter_id: str) -> AdapterUse:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from services.worker.request_content import check_content
+from services.worker.request_plan import RequestPlan, plan_of
 from services.worker.request_shape import MAX_DEPTH, check_shape
 from shared.contracts.inference import Handle
 from shared.errors import BodyTooLarge, EndpointNotSupported, FieldNotAllowed, InvalidRequest
@@ -17,6 +18,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 1024  # times n
+MAX_TOKENS = (1 << 31) - 1  # what the engine's counters hold; its model's length is its own bound
 MAX_STOPS = 128  # each is looked for in every token's text, in the loop that all streams share
 
 _COMMON = frozenset({"model", "user", "metadata", "temperature", "top_p", "top_k", "stream"})
@@ -153,14 +155,29 @@ _HINTS = {
     "background": "requests are answered on their own connection; send false or leave it out",
     "previous_response_id": "answers are not stored; send the conversation in `input`",
 }
-_BOUNDS = {"n": (1, MAX_SAMPLES), "top_logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
+_BOUNDS = {
+    "n": (1, MAX_SAMPLES),
+    "top_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "max_tokens": (0, MAX_TOKENS),
+    "max_completion_tokens": (0, MAX_TOKENS),
+    "max_output_tokens": (0, MAX_TOKENS),
+    "min_tokens": (0, MAX_TOKENS),
+    "truncate_prompt_tokens": (-1, MAX_TOKENS),
+    "thinking_token_budget": (-1, MAX_TOKENS),
+}
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 
-def prepare(path: str, body: bytes, handle: Handle, engine_model: str) -> bytes:
-    """The body that the engine's application gets for a client's.
+class Prepared(msgspec.Struct, frozen=True):
+    body: bytes  # for the engine's application
+    plan: RequestPlan
+
+
+def prepare(path: str, body: bytes, handle: Handle, engine_model: str) -> Prepared:
+    """The body that the engine's application gets for a client's, and what it will make of it.
 
     A field outside the endpoint's allow-list is refused by name; null and false pass and are dropped, because clients'
     libraries send `store: false` and the like unasked. Media come as data URLs only: an address (http, https, file), on
@@ -186,7 +203,7 @@ def prepare(path: str, body: bytes, handle: Handle, engine_model: str) -> bytes:
     kept["model"] = engine_model
     if path == "/v1/responses":
         kept["store"] = False  # the engine's default is true
-    return _encode(kept)
+    return Prepared(_encode(kept), plan_of(kept))
 
 
 def publicise(piece: bytes, engine_model: str, public_model: str) -> bytes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 
 from services.worker.engine import Receive, Scope, Send
 from services.worker.governor import Attempt, Governor, current_attempt
+from services.worker.scripted_steps import Sequence, Stepper
 
 DEFAULT_TOKENS = 16
 _WORDS = ("amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "haven")
@@ -37,11 +38,14 @@ class _Body(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
-    def text(self) -> str:
-        if not self.messages:
-            return self.prompt if isinstance(self.prompt, str) else "\n".join(self.prompt)
-        return "\n".join(_content(message) for message in self.messages)
+    def texts(self) -> list[str]:
+        """One per prompt."""
+        if self.messages:
+            return ["\n".join(_content(message) for message in self.messages)]
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
+
+Take = Callable[[int, str], Awaitable[None]]  # (choice, token)
 
 _decode = msgspec.json.Decoder(_Body).decode
 
@@ -64,6 +68,7 @@ class ScriptedApp:
         base_digest: str,
         tokens_per_s: float,
         concurrency: int,
+        stepper: Stepper | None,
     ) -> None:
         self._governor = governor
         self._adapters = adapters
@@ -72,6 +77,7 @@ class ScriptedApp:
         self._turns = asyncio.Semaphore(concurrency)
         self._step_s = 1.0 / tokens_per_s if tokens_per_s > 0 else 0.0
         self._step: asyncio.Event | None = None
+        self._stepper = stepper
         self._loop = asyncio.get_running_loop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,8 +91,8 @@ class ScriptedApp:
         except msgspec.MsgspecError as error:
             await _error(send, 400, str(error))
             return
-        prompt = request.text()
-        if "[[bad]]" in prompt:
+        prompts = request.texts()
+        if any("[[bad]]" in prompt for prompt in prompts):
             await _error(send, 400, "the prompt asks to be refused")
             return
         adapter_id = "" if request.model == self._base_model_name else request.model
@@ -95,62 +101,109 @@ class ScriptedApp:
             return
         async with asyncio.TaskGroup() as group:
             listening = group.create_task(_until_disconnect(receive))
-            answering = group.create_task(self._answer(request, path.endswith("chat/completions"), prompt, adapter_id, send))
+            answering = group.create_task(self._answer(request, path.endswith("chat/completions"), prompts, adapter_id, send))
             await asyncio.wait((listening, answering), return_when=asyncio.FIRST_COMPLETED)
             listening.cancel()
             answering.cancel()
 
-    async def _answer(self, request: _Body, is_chat: bool, prompt: str, adapter_id: str, send: Send) -> None:
-        if "[[empty]]" in prompt:
+    async def _answer(self, request: _Body, is_chat: bool, prompts: list[str], adapter_id: str, send: Send) -> None:
+        if any("[[empty]]" in prompt for prompt in prompts):
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS if request.stream else _JSON})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        attempt = current_attempt.get()
         count = request.max_completion_tokens or request.max_tokens or DEFAULT_TOKENS
-        shape = _Shape(request, attempt, is_chat)
+        shape = _Shape(request, current_attempt.get(), is_chat)
         if request.stream:
-            await self._stream(request, shape, prompt, adapter_id, count, send)
-        else:
-            texts: list[str] = []
-            for index in range(request.n or 1):
-                texts.append("".join([token async for token in self._generate(attempt, prompt, adapter_id, count, index)]))
-            await send({"type": "http.response.start", "status": 200, "headers": _JSON})
-            await send({"type": "http.response.body", "body": shape.whole(texts, prompt, count), "more_body": False})
+            await self._stream(request, shape, prompts, adapter_id, count, send)
+            return
+        texts: dict[int, list[str]] = {}
 
-    async def _stream(self, request: _Body, shape: "_Shape", prompt: str, adapter_id: str, count: int, send: Send) -> None:
+        async def keep(index: int, token: str) -> None:
+            texts.setdefault(index, []).append(token)
+
+        await self._generate_all(request, shape.attempt, prompts, adapter_id, count, keep)
+        whole = shape.whole(["".join(texts[index]) for index in sorted(texts)], prompts, sum(map(len, texts.values())))
+        await send({"type": "http.response.start", "status": 200, "headers": _JSON})
+        await send({"type": "http.response.body", "body": whole, "more_body": False})
+
+    async def _stream(self, request: _Body, shape: "_Shape", prompts: list[str], adapter_id: str, count: int, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-        for index in range(request.n or 1):
-            async with aclosing(self._generate(shape.attempt, prompt, adapter_id, count, index)) as tokens:
-                async for token in tokens:
+        made = 0
+        if len(prompts) == 1:  # spares the load tests a call per token
+            async with aclosing(self._generate(shape.attempt, prompts[0], adapter_id, count, request.n or 1)) as tokens:
+                async for index, token in tokens:
+                    made += 1
                     await send({"type": "http.response.body", "body": shape.piece(index, token), "more_body": True})
+        else:
+
+            async def pass_on(index: int, token: str) -> None:
+                nonlocal made
+                made += 1
+                await send({"type": "http.response.body", "body": shape.piece(index, token), "more_body": True})
+
+            await self._generate_all(request, shape.attempt, prompts, adapter_id, count, pass_on)
+        for index in range(len(prompts) * (request.n or 1)):
             await send({"type": "http.response.body", "body": shape.last_piece(index), "more_body": True})
-        if "[[cut]]" in prompt:
+        if any("[[cut]]" in prompt for prompt in prompts):
             return
         if request.stream_options is not None and request.stream_options.include_usage:
-            await send({"type": "http.response.body", "body": shape.usage_piece(prompt, count), "more_body": True})
+            await send({"type": "http.response.body", "body": shape.usage_piece(prompts, made), "more_body": True})
         await send({"type": "http.response.body", "body": _DONE, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _generate(self, attempt: Attempt, prompt: str, adapter_id: str, count: int, index: int) -> AsyncGenerator[str, None]:
-        """One sample's tokens, as an engine behind the governor makes them."""
+    async def _generate_all(self, request: _Body, attempt: Attempt, prompts: list[str], adapter_id: str, count: int, take: Take) -> None:
+        """Every prompt is one call of the engine, all at once."""
+        samples = request.n or 1
+
+        async def one(number: int, prompt: str) -> None:
+            async with aclosing(self._generate(attempt, prompt, adapter_id, count, samples)) as tokens:
+                async for sample, token in tokens:
+                    await take(number * samples + sample, token)
+
+        async with asyncio.TaskGroup() as group:
+            for number, prompt in enumerate(prompts):
+                group.create_task(one(number, prompt))
+
+    async def _generate(
+        self, attempt: Attempt, prompt: str, adapter_id: str, count: int, samples: int
+    ) -> AsyncGenerator[tuple[int, str], None]:
+        """(sample, token) of one prompt, as an engine behind the governor makes them."""
         if "[[other]]" in prompt:
             adapter_id = ""
         self._governor.check_handle(attempt, adapter_id)
-        prompt_tokens = len(prompt.split()) if index == 0 else 0
-        await self._governor.admit(attempt, prompt_tokens, count, 1, self._loop.time())
-        async with self._turns:
-            digest = self._adapters[adapter_id] if adapter_id else self._base_digest
-            for position, token in enumerate(tokens_of(digest, prompt, count)):
-                if "[[hang]]" in prompt:
-                    await asyncio.Event().wait()
-                await self._next_step()
-                if "[[fail]]" in prompt and position == count // 2:
-                    raise RuntimeError("the prompt asks for a fault")
-                self._governor.count(attempt, completion_tokens=1, cached_tokens=0, now_s=self._loop.time())
-                yield token
+        call = await self._governor.admit(attempt, prompt_tokens_of(prompt), count, samples, self._loop.time())
+        digest = self._adapters[adapter_id] if adapter_id else self._base_digest
+        words = tokens_of(digest, prompt, call.max_tokens)
+        sequences = [self._sequence(attempt, prompt, call.max_tokens) for _ in range(samples)] if self._stepper is not None else []
+        try:
+            async with self._turns:
+                for position, word in enumerate(words):
+                    if "[[hang]]" in prompt:
+                        await asyncio.Event().wait()
+                    await self._next_step(sequences)
+                    if "[[fail]]" in prompt and position == count // 2:
+                        raise RuntimeError("the prompt asks for a fault")
+                    self._governor.count(attempt, call, completion_tokens=samples, cached_tokens=0, now_s=self._loop.time())
+                    for sample in range(samples):
+                        yield sample, word
+        finally:
+            for sequence in sequences:
+                assert self._stepper is not None
+                self._stepper.remove(sequence)
+            self._governor.leave(call)
 
-    async def _next_step(self) -> None:
+    def _sequence(self, attempt: Attempt, prompt: str, count: int) -> Sequence:
+        assert self._stepper is not None
+        sequence = Sequence(attempt.request_id, attempt.handle.tenant_id, prompt_tokens_of(prompt), count)
+        self._stepper.submit(sequence)
+        return sequence
+
+    async def _next_step(self, sequences: list[Sequence]) -> None:
         """All streams get their tokens together, as from an engine's step."""
+        if self._stepper is not None:
+            for sequence in sequences:
+                await self._stepper.token(sequence)
+            return
         if not self._step_s:
             await asyncio.sleep(0)
             return
@@ -186,11 +239,11 @@ class _Shape:
         said = '"delta":{}' if self._is_chat else '"text":""'
         return f'{self._chunk}{index},{said},"logprobs":null,"finish_reason":"length"}}]}}\n\n'.encode()
 
-    def usage_piece(self, prompt: str, count: int) -> bytes:
-        usage = msgspec.json.encode(_usage(prompt, count)).decode()
+    def usage_piece(self, prompts: list[str], made: int) -> bytes:
+        usage = msgspec.json.encode(_usage(prompts, made)).decode()
         return f'{self._chunk.rsplit("[", 1)[0]}[],"usage":{usage}}}'.encode() + b"\n\n"
 
-    def whole(self, texts: list[str], prompt: str, count: int) -> bytes:
+    def whole(self, texts: list[str], prompts: list[str], made: int) -> bytes:
         choices = [
             {"index": i, "message": {"role": "assistant", "content": text}, "logprobs": None, "finish_reason": "length"}
             if self._is_chat
@@ -204,13 +257,22 @@ class _Shape:
                 "created": 0,
                 "model": self._model,
                 "choices": choices,
-                "usage": _usage(prompt, count * len(texts)),
+                "usage": _usage(prompts, made),
             }
         )
 
 
-def _usage(prompt: str, completion_tokens: int) -> dict[str, int]:
-    prompt_tokens = len(prompt.split())
+def prompt_tokens_of(prompt: str) -> int:
+    """Words; `<4000>` stands for as many tokens."""
+    if prompt.startswith("<"):
+        length = prompt[1 : prompt.find(">")]
+        if length.isdigit():
+            return int(length)
+    return len(prompt.split())
+
+
+def _usage(prompts: list[str], completion_tokens: int) -> dict[str, int]:
+    prompt_tokens = sum(map(prompt_tokens_of, prompts))
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
 
 

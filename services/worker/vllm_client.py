@@ -10,11 +10,12 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, cast
 
+from services.worker.admission_calls import Call
 from services.worker.engine import AsgiApp, Receive, Scope, Send
 from services.worker.governor import Attempt, Governor, current_attempt
 from shared.errors import Cancelled, EngineError, InternalError, WorkerLost
 
-_BEAM_STEP = re.compile(r"^(.+)-[0-9a-f]+-beam-\d+$")
+_BEAM_STEP = re.compile(r"-[0-9a-f]+-beam-\d+$")
 
 
 def tenant_salt(secret: bytes, tenant_id: str) -> str:
@@ -69,6 +70,7 @@ class GovernedClient:
                 attempt = current_attempt.get(None)
                 if attempt is not None:
                     attempt.closed = True
+                    attempt.place.stop_waiting(_ended())
                     if attempt.engine_requests:
                         await self._engine.abort(tuple(attempt.engine_requests))
 
@@ -77,13 +79,15 @@ class GovernedClient:
     async def _generate(
         self, attempt: Attempt, prompt: dict[str, Any], sampling_params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        await self._admit(attempt, prompt, request_id, sampling_params.max_tokens or 0, sampling_params.n)
+        call = await self._admit(attempt, prompt, request_id, sampling_params.max_tokens, sampling_params.n)
         kinds = cast("Any", type(sampling_params.output_kind))
         deltas = sampling_params.output_kind is kinds.DELTA
         only_final = sampling_params.output_kind is kinds.FINAL_ONLY
+        if only_final or sampling_params.max_tokens != call.max_tokens:
+            sampling_params = sampling_params.clone()
+            sampling_params.max_tokens = call.max_tokens
         if only_final:
             # Asked for step by step all the same, so that a request cancelled half-way has been metered so far.
-            sampling_params = sampling_params.clone()
             sampling_params.output_kind = kinds.CUMULATIVE
         samples: dict[int, Any] = {}
         counted: dict[int, int] = {}
@@ -99,7 +103,7 @@ class GovernedClient:
                     counted[sample.index] = len(sample.token_ids)
                     samples[sample.index] = sample
                 hit = output.num_cached_tokens or 0
-                self._count(attempt, made, max(0, hit - cached))
+                self._governor.count(attempt, call, completion_tokens=made, cached_tokens=max(0, hit - cached), now_s=_now_s())
                 cached = max(cached, hit)
                 if not only_final:
                     yield output
@@ -111,24 +115,30 @@ class GovernedClient:
             raise
         finally:
             attempt.engine_requests.discard(request_id)
-            await steps.aclose()  # aborts in the engine what has not finished
+            try:
+                await steps.aclose()  # aborts in the engine what has not finished
+            finally:
+                self._governor.leave(call)
 
     async def _encode(
         self, attempt: Attempt, prompt: dict[str, Any], pooling_params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        await self._admit(attempt, prompt, request_id, 0, 1)
+        call = await self._admit(attempt, prompt, request_id, 0, 1)
         attempt.engine_requests.add(request_id)
         steps = self._engine.encode(prompt, pooling_params, request_id, **options)
         try:
             async for output in steps:
-                self._count(attempt, 0, 0)
+                self._governor.count(attempt, call, completion_tokens=0, cached_tokens=0, now_s=_now_s())
                 yield output
         except Exception as error:
             _fail(attempt, error, begun=False)
             raise
         finally:
             attempt.engine_requests.discard(request_id)
-            await steps.aclose()
+            try:
+                await steps.aclose()
+            finally:
+                self._governor.leave(call)
 
     def _checked_attempt(self, options: Mapping[str, Any]) -> Attempt:
         attempt = current_attempt.get(None)
@@ -159,21 +169,19 @@ class GovernedClient:
             salted["decoder_prompt"] = {**cast("dict[str, Any]", decoder), "cache_salt": salted["cache_salt"]}
         return salted
 
-    async def _admit(self, attempt: Attempt, prompt: dict[str, Any], request_id: str, max_tokens: int, samples: int) -> None:
-        """A beam search sends one request per beam and token: its prompt counts once."""
-        tokens = _prompt_tokens(prompt) or 0
-        beam = _BEAM_STEP.match(request_id)
-        if beam is not None:
-            if beam[1] in attempt.counted_prompts:
-                tokens = 0
-            attempt.counted_prompts.add(beam[1])
-        if not attempt.closed:
-            await self._governor.admit(attempt, tokens, max_tokens, samples, _now_s())
+    async def _admit(self, attempt: Attempt, prompt: dict[str, Any], request_id: str, max_tokens: int | None, samples: int) -> Call:
         if attempt.closed:
-            raise Cancelled("the request has ended; nothing more is started for it")
+            raise _ended()
+        beam = _BEAM_STEP.search(request_id) is not None
+        call = await self._governor.admit(attempt, _prompt_tokens(prompt) or 0, max_tokens, samples, _now_s(), beam=beam)
+        if attempt.closed:
+            self._governor.leave(call)
+            raise _ended()
+        return call
 
-    def _count(self, attempt: Attempt, completion_tokens: int, cached_tokens: int) -> None:
-        self._governor.count(attempt, completion_tokens=completion_tokens, cached_tokens=cached_tokens, now_s=_now_s())
+
+def _ended() -> Cancelled:
+    return Cancelled("the request has ended; nothing more is started for it")
 
 
 def _fail(attempt: Attempt, error: Exception, *, begun: bool) -> None:

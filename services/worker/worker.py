@@ -19,6 +19,7 @@ from services.worker.mounting import Mounter
 from services.worker.report import Reporter
 from services.worker.service import Service, ServiceLimits
 from services.worker.settings import WorkerSettings
+from services.worker.tenant_shares import TenantShares
 from services.worker.usage import UsageMeter
 from shared.bus import Bucket, Bus, BusUnavailable, Objects, open_bucket, open_objects, publish_durable
 from shared.contracts.adapters import ARTIFACTS_BUCKET
@@ -26,6 +27,7 @@ from shared.contracts.state import STATE_BUCKET
 from shared.contracts.usage import worker_usage_subject
 from shared.contracts.workers import WorkerHello
 from shared.errors import EngineError
+from shared.policy.engine_room import shape_of
 from shared.runtime import Stop
 
 log = structlog.get_logger()
@@ -44,9 +46,12 @@ class Worker:
         self._bus = bus
         self._cache_dir = cache_dir
         self._no_more_changes = asyncio.Event()
+        limits = engine.limits
+        shape = shape_of(limits.max_num_seqs, limits.max_batched_tokens, settings.shared_prefill_tokens)
+        governor.admission.use(limits, shape)
         self._me = Identity(worker_id=settings.worker_id, incarnation=str(ULID()), pool_id=settings.pool_id)
         usage = UsageMeter(governor, self._store_usage, me=self._me)
-        limits = ServiceLimits(
+        service_limits = ServiceLimits(
             max_running=settings.max_running, freeze_limit_s=settings.freeze_limit_s, silence_limit_s=settings.silence_limit_s
         )
         self.service = Service(
@@ -57,7 +62,7 @@ class Worker:
             usage=usage,
             policy=request_policy,
             me=self._me,
-            limits=limits,
+            limits=service_limits,
         )
 
     async def run(self, stop: Stop) -> None:
@@ -91,17 +96,19 @@ class Worker:
     async def _manage(self, started: asyncio.Event) -> None:
         """Mounts and reports, from the registry's acceptance on; no more loads and drains once the worker stops."""
         await started.wait()
-        lifecycle, reporter = await self._build()
+        lifecycle, reporter, shares = await self._build()
         async with asyncio.TaskGroup() as group:
+            group.create_task(shares.run())
             changing = [group.create_task(lifecycle.run()), group.create_task(self._open(lifecycle))]
             group.create_task(reporter.run())
             await self._no_more_changes.wait()
             for task in changing:
                 task.cancel()
 
-    async def _build(self) -> tuple[Lifecycle, Reporter]:
+    async def _build(self) -> tuple[Lifecycle, Reporter, TenantShares]:
         settings, engine = self._settings, self._engine
         bucket, objects = await self._open_stores()
+        shares = TenantShares(self._bus, bucket, self._governor.admission, self._me)
         cache = ArtifactCache(self._cache_dir / "adapters", objects, limit_bytes=settings.cache_limit_bytes)
         await cache.prepare()
         me = self._me
@@ -132,7 +139,7 @@ class Worker:
             generation=lambda: lifecycle.generation,
             me=me,
         )
-        return lifecycle, reporter
+        return lifecycle, reporter, shares
 
     async def _open_stores(self) -> tuple[Bucket, Objects]:
         """The registry makes them; it may start after us."""

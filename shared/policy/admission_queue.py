@@ -52,7 +52,7 @@ class AdmissionQueue:
     @property
     def has_waiting(self) -> bool:
         """Whether `take` may find any: a queue that only its tenant's own limits keep waiting does not count."""
-        return bool(self._quiet) or bool(self._busy)
+        return bool(self._quiet.keys or self._busy.keys)
 
     def line(self, tenant_id: str) -> TenantLine:
         found = self.lines.get(tenant_id)
@@ -71,10 +71,11 @@ class AdmissionQueue:
     def offer(self, ask: Ask) -> Short | None:
         """None: it has entered (PREFILLING) or waits (WAITING). Otherwise why it is refused."""
         line = self.line(ask.tenant_id)
-        short = self._never(line, ask)
+        fit = self.ledger.fit(ask.tenant_id, ask.all_blocks, self._claims - line.claim)
+        short = self._never(line, ask, fit)
         if short is not None:
             return short
-        at_once = not line.waiting and not self.has_waiting and self._short(line, ask) is None
+        at_once = not line.waiting and not self.has_waiting and self._short(line, ask, fit) is None
         if not at_once and line.waiting_requests >= line.terms.queue_limit:
             return Short(Limit.QUEUE, 1, line.waiting_requests, line.terms.queue_limit)
         self._numbers += 1
@@ -100,7 +101,7 @@ class AdmissionQueue:
             if ask is None:
                 self._park(line)
                 continue
-            limit = self._short(line, ask)
+            limit = self._short(line, ask, self._fit(line, ask))
             if limit is None and not room_may and ask.leads and self.ledger.draws_on_shared(ask.tenant_id, ask.all_blocks):
                 limit = Limit.ROOM
             if limit is None and not seats_may:
@@ -128,7 +129,7 @@ class AdmissionQueue:
         """What keeps a waiting ask out now, with figures as told to its client."""
         line = self.line(ask.tenant_id)
         head = line.head() or ask
-        return self._figures(line, ask, self._short(line, head) or Limit.QUEUE)
+        return self._figures(line, ask, self._short(line, head, self._fit(line, head)) or Limit.QUEUE)
 
     def prefilled(self, ask: Ask) -> None:
         """Its first token is there. Idempotent."""
@@ -163,7 +164,8 @@ class AdmissionQueue:
     def finish(self, first: Ask) -> None:
         """The request is over: whatever is left of it leaves, and it is no more one of its tenant's concurrent ones. Idempotent."""
         for ask in (first, *first.followers):
-            self.leave(ask)
+            if ask.state is not AskState.LEFT:
+                self.leave(ask)
         if first.counted:
             first.counted = False
             line = self.lines[first.tenant_id]
@@ -171,23 +173,25 @@ class AdmissionQueue:
             self.order.leave(line.account)
             self._ready(line)
 
-    def _never(self, line: TenantLine, ask: Ask) -> Short | None:
+    def _fit(self, line: TenantLine, ask: Ask) -> Fit:
+        return self.ledger.fit(ask.tenant_id, ask.all_blocks, self._claims - line.claim) if ask.leads else Fit.NOW
+
+    def _never(self, line: TenantLine, ask: Ask, fit: Fit) -> Short | None:
         seats = self.room.shape.seats
         if seats and ask.most_seats > seats:
             return Short(Limit.SEATS, ask.most_seats, line.seats, seats, never=True)
         if line.terms.concurrent is not None and line.terms.concurrent < 1:
             return Short(Limit.CONCURRENT, 1, line.running, line.terms.concurrent, never=True)
-        if self.ledger.fit(ask.tenant_id, ask.all_blocks) is Fit.NEVER:
+        if fit is Fit.NEVER:
             return Short(Limit.KV, ask.all_blocks, self.ledger.held_by(ask.tenant_id), self.ledger.limit_of(ask.tenant_id), never=True)
         return None
 
-    def _short(self, line: TenantLine, ask: Ask) -> Limit | None:
+    def _short(self, line: TenantLine, ask: Ask, fit: Fit) -> Limit | None:
         """What keeps the ask out now, were it next."""
         if ask.leads:
             concurrent = line.terms.concurrent
             if concurrent is not None and line.running >= concurrent:
                 return Limit.CONCURRENT
-            fit = self.ledger.fit(ask.tenant_id, ask.all_blocks, self._claims - line.claim)
             if fit is not Fit.NOW:
                 return Limit.ROOM if fit is Fit.ROOM_FULL else Limit.KV
         alone = self._in_engine == (1 if line.seats else 0)
@@ -254,6 +258,8 @@ class AdmissionQueue:
 
     def _ready(self, line: TenantLine) -> None:
         """Its head is looked at by the next `take`."""
+        if not line.waiting:
+            return
         if line.head() is None:
             self._park(line)
             return

@@ -5,7 +5,6 @@ all is admission_queue.py's.
 """
 
 import heapq
-from collections.abc import Iterator
 
 import msgspec
 
@@ -49,29 +48,20 @@ class Least:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Account]] = []
-        self._keys: dict[str, tuple[float, int]] = {}
+        self.keys: dict[str, tuple[float, int]] = {}  # tenants that are in it, each with its valid entry
         self._count = 0
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, tenant_id: str) -> bool:
-        return tenant_id in self._keys
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
     def add(self, account: Account) -> None:
-        if account.tenant_id not in self._keys:
+        if account.tenant_id not in self.keys:
             self._push(account)
 
     def discard(self, account: Account) -> None:
-        self._keys.pop(account.tenant_id, None)
-        if not self._keys:
+        self.keys.pop(account.tenant_id, None)
+        if not self.keys:
             self._heap.clear()
 
     def lowered(self, account: Account) -> None:
-        key = self._keys.get(account.tenant_id)
+        key = self.keys.get(account.tenant_id)
         if key is not None and account.counter < key[0]:
             self._push(account)
 
@@ -79,7 +69,7 @@ class Least:
         heap = self._heap
         while heap:
             counter, number, account = heap[0]
-            if self._keys.get(account.tenant_id) != (counter, number):
+            if self.keys.get(account.tenant_id) != (counter, number):
                 heapq.heappop(heap)
             elif account.counter > counter:
                 heapq.heappop(heap)
@@ -89,11 +79,11 @@ class Least:
         return None
 
     def _push(self, account: Account) -> None:
-        if len(self._heap) > 2 * len(self._keys) + _STALE_LIMIT:
-            self._heap = [entry for entry in self._heap if self._keys.get(entry[2].tenant_id) == entry[:2]]
+        if len(self._heap) > 2 * len(self.keys) + _STALE_LIMIT:
+            self._heap = [entry for entry in self._heap if self.keys.get(entry[2].tenant_id) == entry[:2]]
             heapq.heapify(self._heap)
         self._count += 1
-        self._keys[account.tenant_id] = (account.counter, self._count)
+        self.keys[account.tenant_id] = (account.counter, self._count)
         heapq.heappush(self._heap, (account.counter, self._count, account))
 
 
@@ -127,7 +117,7 @@ class FairOrder:
         account.work -= 1
         if account.work == 0:
             self._active.discard(account)
-            if not self._active:
+            if not self._active.keys:
                 self._last = max(self._last, account.counter)
 
     def charge(self, account: Account, prompt_tokens: int, max_new_tokens: int) -> float:

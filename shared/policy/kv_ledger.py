@@ -26,10 +26,6 @@ class KvShare(msgspec.Struct, frozen=True):
     def guaranteed(self) -> int:
         return self.blocks or 0
 
-    @property
-    def takes_common(self) -> bool:
-        return self.blocks is None or self.burst
-
 
 def blocks_for(prompt_tokens: int, new_tokens: int, samples: int, block_tokens: int) -> int:
     """Blocks that the sequences of one prompt may come to hold.
@@ -59,42 +55,42 @@ class KvLedger:
     def free(self) -> int:
         return self.blocks - self.held
 
-    @property
-    def common(self) -> int:
-        """What nobody is guaranteed."""
-        return max(0, self.blocks - self.guaranteed)
-
     def held_by(self, tenant_id: str) -> int:
         return self._held.get(tenant_id, 0)
 
     def limit_of(self, tenant_id: str) -> int:
-        """The most that the tenant may ever hold here."""
-        share = self._share(tenant_id)
+        """The most that the tenant may ever hold here; without a share of its own, what nobody is guaranteed."""
+        share = self._shares.get(tenant_id, _NONE)
         if share.burst:
             return self.blocks
-        return min(self.blocks, share.blocks) if share.blocks is not None else self.common
+        return min(self.blocks, share.blocks) if share.blocks is not None else max(0, self.blocks - self.guaranteed)
 
     def over_share(self, tenant_id: str) -> int:
         return max(0, self.held_by(tenant_id) - self.limit_of(tenant_id))
 
     def set_share(self, tenant_id: str, share: KvShare) -> None:
-        self._move(tenant_id, share, self.held_by(tenant_id))
+        held, before = self.held_by(tenant_id), self._share(tenant_id).guaranteed
+        self.guaranteed += share.guaranteed - before
+        self.promised_idle += max(0, share.guaranteed - held) - max(0, before - held)
+        self._shares[tenant_id] = share
 
     def fit(self, tenant_id: str, blocks: int, wanted_by_others: int = 0) -> Fit:
         """Whether a reservation fits now. `wanted_by_others`: what waits now within others' guarantees, which burst does not borrow."""
-        share, held = self._share(tenant_id), self.held_by(tenant_id)
+        share, held = self._shares.get(tenant_id, _NONE), self._held.get(tenant_id, 0)
         if blocks > self.limit_of(tenant_id):
             return Fit.NEVER
-        beyond = held + blocks - share.guaranteed
-        if beyond > 0 and not share.takes_common:
+        guaranteed = share.blocks or 0
+        beyond = held + blocks - guaranteed
+        if beyond > 0 and share.blocks is not None and not share.burst:
             return Fit.OWN_FULL
-        if blocks > self.free:
+        free = self.blocks - self.held
+        if blocks > free:
             return Fit.ROOM_FULL
         if beyond <= 0:
             return Fit.NOW
-        others_idle = self.promised_idle - max(0, share.guaranteed - held)
+        others_idle = self.promised_idle - max(0, guaranteed - held)
         kept_back = min(wanted_by_others, others_idle) if share.burst else others_idle
-        return Fit.NOW if blocks <= self.free - kept_back else Fit.ROOM_FULL
+        return Fit.NOW if blocks <= free - kept_back else Fit.ROOM_FULL
 
     def draws_on_shared(self, tenant_id: str, blocks: int) -> bool:
         """Whether so many more would take the tenant beyond its guarantee."""
@@ -105,31 +101,29 @@ class KvLedger:
         if key in self._reservations:
             return
         self._reservations[key] = (tenant_id, blocks)
-        self.held += blocks
-        self._move(tenant_id, self._share(tenant_id), self.held_by(tenant_id) + blocks)
+        self._hold(tenant_id, blocks)
 
     def release(self, key: Hashable) -> int:
         """Blocks given back; 0 for a key that holds nothing (released before)."""
         tenant_id, blocks = self._reservations.pop(key, ("", 0))
         if blocks:
-            self.held -= blocks
-            self._move(tenant_id, self._share(tenant_id), self._held[tenant_id] - blocks)
+            self._hold(tenant_id, -blocks)
         return blocks
 
     def _share(self, tenant_id: str) -> KvShare:
         return self._shares.get(tenant_id, _NONE)
 
-    def _move(self, tenant_id: str, share: KvShare, held: int) -> None:
-        before = self._share(tenant_id)
-        idle_before = max(0, before.guaranteed - self.held_by(tenant_id))
-        self.guaranteed += share.guaranteed - before.guaranteed
-        self.promised_idle += max(0, share.guaranteed - held) - idle_before
-        if share is not before:
-            self._shares[tenant_id] = share
-        if held:
-            self._held[tenant_id] = held
+    def _hold(self, tenant_id: str, blocks: int) -> None:
+        before = self._held.get(tenant_id, 0)
+        after = before + blocks
+        self.held += blocks
+        guaranteed = self._shares.get(tenant_id, _NONE).blocks
+        if guaranteed:
+            self.promised_idle += max(0, guaranteed - after) - max(0, guaranteed - before)
+        if after:
+            self._held[tenant_id] = after
         else:
-            self._held.pop(tenant_id, None)
+            del self._held[tenant_id]
 
 
 _NONE = KvShare()

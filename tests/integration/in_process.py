@@ -83,8 +83,9 @@ class Desk:
         if into is not None:
             into.append(answer)
         model = handle.adapter_id or self.engine.base_model_name
-        data = request_policy.prepare(path, json.dumps(body).encode(), handle, engine_model or model)
-        pending: list[bytes] = [data]
+        prepared = request_policy.prepare(path, json.dumps(body).encode(), handle, engine_model or model)
+        attempt.plan = prepared.plan
+        pending: list[bytes] = [prepared.body]
 
         async def receive() -> dict[str, Any]:
             if pending:

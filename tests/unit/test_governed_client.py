@@ -192,8 +192,8 @@ async def test_a_prompt_whose_tokens_cannot_be_counted_is_not_started(prompt: An
 
 async def test_a_refused_admission_never_reaches_the_engine() -> None:
     class Full(Governor):
-        async def admit(self, attempt: Attempt, prompt_tokens: int, max_tokens: int, samples: int, now_s: float) -> None:
-            raise Overloaded("full", asked=prompt_tokens + samples * max_tokens)
+        async def admit(self, attempt: Attempt, prompt_tokens: int, max_tokens: int | None, samples: int, now_s: float, **_: Any) -> Any:
+            raise Overloaded("full", asked=prompt_tokens + samples * (max_tokens or 0))
 
     desk = Desk()
     client = GovernedClient(desk.engine, Full(), {}, SECRET)

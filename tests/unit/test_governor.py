@@ -98,8 +98,9 @@ async def test_totals_are_the_sum_of_what_was_admitted_and_counted(steps: list[t
     governor, one = Governor(), attempt()
     governor.begin(one)
     for number, (prompt, made, cached) in enumerate(steps):
-        await governor.admit(one, prompt, 100, 1, now_s=10.0 + number)
-        governor.count(one, completion_tokens=made, cached_tokens=cached, now_s=11.0 + number)
+        call = await governor.admit(one, prompt, 100, 1, now_s=10.0 + number)
+        governor.count(one, call, completion_tokens=made, cached_tokens=cached, now_s=11.0 + number)
+        governor.leave(call)
     governor.end(one)
     totals = one.totals()
     assert (totals.prompt_tokens, totals.completion_tokens, totals.cached_tokens) == tuple(map(sum, zip(*steps, strict=True))) or not steps

@@ -1,0 +1,314 @@
+"""Carries admission decisions out: an attempt's engine calls are put to the queue as one request, wait for their turn, and are let in.
+
+What may enter is decided in shared/policy/admission_queue.py. An attempt is refused before anything of it has been sent.
+"""
+
+import asyncio
+from collections.abc import Hashable, Iterator
+
+import structlog
+
+from services.worker.admission_calls import Call, Place
+from services.worker.refusals import refusal, timed_out
+from services.worker.request_plan import RequestPlan
+from shared.contracts.base import EngineLimits
+from shared.contracts.tenancy import Share, TenantLimits
+from shared.contracts.workers import TenantUse
+from shared.errors import Cancelled, InternalError, TenantryError, WorkerUnavailable
+from shared.policy.admission_queue import AdmissionQueue
+from shared.policy.asks import Ask, AskState, TenantTerms
+from shared.policy.engine_room import EngineRoom, EngineShape, shape_of
+from shared.policy.fair_order import FairOrder
+from shared.policy.kv_ledger import KvLedger, KvShare, blocks_for
+
+log = structlog.get_logger()
+
+_UNKNOWN_BLOCKS = 1 << 50
+_UNKNOWN_BLOCK_TOKENS = 16
+_TERMS_PATIENCE_S = 1.0
+_WAVE_PATIENCE_S = 10.0  # the application starts all prompts of a request at once
+_TOP_UP_TOKENS = 32
+_LONGEST_RETRY_S = 60.0
+_DEFAULTS = TenantLimits()
+
+
+class Admission:
+    """Made before the engine; `use` tells it what the engine holds.
+
+    While no tenant of the pool has shares (no registry has written any), everybody has the defaults: no quota of its own, equal
+    weight, the engine's room in fair order. Once one has, a tenant without is not served until its own are known.
+    """
+
+    def __init__(self) -> None:
+        self.shares_revision = 0
+        self._limits: dict[str, TenantLimits] = {}
+        self._synced = True
+        self._has_shares = False
+        self._terms_changed = asyncio.Event()
+        self._waiters: dict[Hashable, asyncio.Future[TenantryError | None]] = {}
+        self._run_s: dict[str, float] = {}  # how long a tenant's requests run lately
+        self.use(EngineLimits(slots=0, max_rank=0, bytes_per_rank=0))
+
+    def use(self, limits: EngineLimits, shape: EngineShape | None = None) -> None:
+        """Before anything is admitted."""
+        self._block_tokens = limits.kv_block_tokens or _UNKNOWN_BLOCK_TOKENS
+        self._block_bytes = limits.kv_block_bytes
+        self._max_model_len = limits.max_model_len
+        room = EngineRoom(shape or shape_of(limits.max_num_seqs, limits.max_batched_tokens))
+        self.queue = AdmissionQueue(room, KvLedger(limits.kv_blocks or _UNKNOWN_BLOCKS), FairOrder())
+
+    def expect_shares(self) -> None:
+        """Shares are on their way: nobody is admitted before `shares_synced`."""
+        self._synced = False
+
+    def shares_synced(self) -> None:
+        self._synced = True
+        self._tell_terms_changed()
+
+    def set_tenant(self, tenant_id: str, limits: TenantLimits, share: Share | None) -> None:
+        """A tenant's limits and this worker's part of them; without a part, where there is something to split, it stays unknown."""
+        self._has_shares = True
+        if share is None and (limits.kv_quota_bytes is not None or limits.max_concurrent is not None):
+            self.forget_tenant(tenant_id)
+            return
+        kv_bytes = share.kv_bytes if share is not None else None
+        blocks = kv_bytes // self._block_bytes if kv_bytes is not None and self._block_bytes else None
+        self._limits[tenant_id] = limits
+        self.queue.set_terms(
+            tenant_id,
+            TenantTerms(
+                kv=KvShare(blocks, limits.burst),
+                concurrent=share.concurrent if share is not None else None,
+                weight=limits.weight,
+                queue_limit=limits.queue_limit,
+            ),
+        )
+        over = self.queue.ledger.over_share(tenant_id)
+        if over:
+            log.warning("tenant.over_kv_share", tenant_id=tenant_id, over_bytes=over * self._block_bytes)
+        self._tell_terms_changed()
+        self.pump()
+
+    def forget_tenant(self, tenant_id: str) -> None:
+        """What it has runs to its end; nothing new is let in until it is known again."""
+        self._limits.pop(tenant_id, None)
+
+    async def admit(
+        self,
+        place: Place,
+        plan: RequestPlan,
+        key: Hashable,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        samples: int,
+        *,
+        beam: bool = False,
+    ) -> Call:
+        """One call of the engine, once it may start. `key` is the attempt's; `max_tokens` per sample, None: what the model's length leaves.
+
+        :raises TenantryError: its attempt is refused (asked, held and allowed are in the fields), or has stopped waiting.
+        """
+        limits = self._limits.get(place.tenant_id)
+        if limits is None:
+            limits = await self._terms(place)
+        if beam and place.firsts:
+            return self._call(place.firsts[0], 1, shared=True)
+        if beam:
+            samples, max_tokens = plan.beams or samples, plan.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self._max_model_len - prompt_tokens)
+        if not beam and plan.max_tokens is None and limits.default_max_tokens is not None:
+            max_tokens = min(max_tokens, limits.default_max_tokens)
+        ask = Ask(
+            (key, len(place.firsts), len(place.wave)),
+            place.tenant_id,
+            kv_blocks=blocks_for(prompt_tokens, max_tokens, samples, self._block_tokens),
+            seats=samples,
+            prefill=self.queue.room.step_share(prompt_tokens, samples),
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_tokens * samples,
+            rank=plan.rank,
+        )
+        if plan.prompts > 1 and not place.firsts:
+            await self._enter_together(place, ask, plan.prompts, limits)
+        elif self._offer(place, ask):
+            await self._wait_first(place, ask, limits)
+        return self._call(ask, 1 if beam else max_tokens, shared=beam)
+
+    def started(self, call: Call) -> None:
+        """Its first token is there."""
+        self.queue.prefilled(call.ask)
+        if self.queue.has_waiting:
+            self.pump()
+
+    def top_up(self, call: Call) -> None:
+        """It has generated what its tenant was charged ahead."""
+        service = self.queue.order.price.output * _TOP_UP_TOKENS
+        call.ask.charged += service
+        call.due += _TOP_UP_TOKENS
+        self.queue.line(call.ask.tenant_id).account.serve(service)
+
+    def leave(self, call: Call) -> None:
+        """The engine's call has ended. Idempotent."""
+        if not call.shared:
+            self._left(call.ask, call.cached, call.output)
+
+    def finish(self, place: Place) -> None:
+        """The attempt is over: nothing of it waits or holds anything. Idempotent."""
+        place.stop_waiting(Cancelled("the request has ended"))
+        if not place.firsts:
+            return
+        for first in place.firsts:
+            self.queue.finish(first)
+        if place.entered_s is not None:
+            ran_s = self._time() - place.entered_s
+            before_s = self._run_s.get(place.tenant_id, ran_s)
+            self._run_s[place.tenant_id] = before_s + (ran_s - before_s) / 8
+            place.entered_s = None
+        if self.queue.has_waiting:
+            self.pump()
+
+    def pump(self) -> None:
+        """Lets in what may enter now."""
+        for ask in self.queue.take():
+            future = self._waiters.get(ask.key)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    def uses(self) -> Iterator[TenantUse]:
+        """Of the tenants that have anything or wait for it."""
+        for tenant_id, line in self.queue.lines.items():
+            held = self.queue.ledger.held_by(tenant_id)
+            if line.running or line.waiting_requests or held:
+                kv_bytes = held * self._block_bytes
+                yield TenantUse(tenant_id=tenant_id, running=line.running, waiting=line.waiting_requests, kv_bytes=kv_bytes)
+
+    def _call(self, ask: Ask, max_tokens: int, *, shared: bool) -> Call:
+        return Call(ask, max_tokens, self.queue.line(ask.tenant_id).account.mean_output, shared=shared)
+
+    def _offer(self, place: Place, ask: Ask) -> bool:
+        """Whether `ask`, with its followers one request, has to wait.
+
+        :raises TenantryError: it is refused.
+        """
+        short = self.queue.offer(ask)
+        if short is not None:
+            raise refusal(short, self._block_bytes, self._retry_after_s(place.tenant_id))
+        place.firsts.append(ask)
+        if ask.state is AskState.WAITING or ask.followers:
+            self.pump()
+        if ask.state is AskState.WAITING:
+            return True
+        if place.entered_s is None:
+            place.entered_s = self._time()
+        return False
+
+    async def _wait_first(self, place: Place, ask: Ask, limits: TenantLimits) -> None:
+        asked_s = self._time()
+        await self._wait(place, ask, limits.queue_deadline_s)
+        place.entered_s = self._time()
+        place.queued_ms += (place.entered_s - asked_s) * 1000.0
+
+    async def _enter_together(self, place: Place, ask: Ask, prompts: int, limits: TenantLimits) -> None:
+        """Waits for all prompts of the attempt, so that there is one decision; then for this one's turn."""
+        place.wave.append(ask)
+        if len(place.wave) < prompts:
+            await self._decided(place)
+        else:
+            first, *others = place.wave
+            for one in others:
+                one.leads = False
+            first.followers = tuple(others)
+            error: TenantryError | None = Cancelled("the request has ended")
+            try:
+                if self._offer(place, first):
+                    await self._wait_first(place, first, limits)
+                error = None
+            except TenantryError as refused:
+                error = refused
+                raise
+            finally:
+                deciding, place.deciding = place.deciding, []
+                for future in deciding:
+                    if not future.done():
+                        future.set_result(error)
+        if ask.state is AskState.WAITING:
+            await self._wait(place, ask, None)
+
+    async def _decided(self, place: Place) -> None:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[TenantryError | None] = loop.create_future()
+        place.deciding.append(future)
+        place.waiting.add(future)
+        incomplete = InternalError("the application did not start all prompts of the request; none was started")
+        timer = loop.call_later(_WAVE_PATIENCE_S, lambda: place.firsts or place.stop_waiting(incomplete))
+        try:
+            error = await future
+        finally:
+            timer.cancel()
+            place.waiting.discard(future)
+        if error is not None:
+            raise error
+
+    async def _wait(self, place: Place, ask: Ask, deadline_s: float | None) -> None:
+        """Returns once it has entered; otherwise it has left the queue."""
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        future: asyncio.Future[TenantryError | None] = loop.create_future()
+        self._waiters[ask.key] = future
+        place.waiting.add(future)
+        error: TenantryError | None = None
+        entered = False
+        try:
+            async with asyncio.timeout(deadline_s):
+                error = await future
+            entered = error is None
+        except TimeoutError:
+            entered = ask.state is not AskState.WAITING  # in this very moment
+            if not entered:
+                waited_ms = (loop.time() - asked_s) * 1000.0
+                short = self.queue.waits_for(ask)
+                error = timed_out(short, self._block_bytes, waited_ms, self._retry_after_s(place.tenant_id))
+        finally:
+            del self._waiters[ask.key]
+            place.waiting.discard(future)
+            if not entered:
+                self._left(ask)
+        if error is not None:
+            raise error
+
+    def _left(self, ask: Ask, cached_tokens: int = 0, output_tokens: int = 0) -> None:
+        self.queue.leave(ask, cached_tokens, output_tokens)
+        if self.queue.has_waiting:
+            self.pump()
+
+    async def _terms(self, place: Place) -> TenantLimits:
+        """:raises WorkerUnavailable: what the tenant may use is not known here."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + _TERMS_PATIENCE_S
+        while True:
+            if self._synced and not self._has_shares:
+                return _DEFAULTS
+            limits = self._limits.get(place.tenant_id)
+            if limits is not None and self._synced:
+                return limits
+            try:
+                async with asyncio.timeout_at(give_up_s):
+                    await self._terms_changed.wait()
+            except TimeoutError:
+                raise WorkerUnavailable(
+                    "this worker has not been told yet what the tenant may use; nothing was started", retry_after_s=1.0
+                ) from None
+
+    def _time(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _tell_terms_changed(self) -> None:
+        self._terms_changed.set()
+        self._terms_changed = asyncio.Event()
+
+    def _retry_after_s(self, tenant_id: str) -> float:
+        """About when its tenant's queue will have moved up."""
+        line = self.queue.line(tenant_id)
+        expected_s = self._run_s.get(tenant_id, 1.0) * max(1, line.waiting_requests) / max(1, line.running)
+        return round(min(_LONGEST_RETRY_S, max(1.0, expected_s)), 1)

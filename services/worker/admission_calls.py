@@ -1,0 +1,41 @@
+"""What admission hands out and keeps: a call of the engine that was let in, and one attempt's place in it."""
+
+import asyncio
+
+from shared.errors import TenantryError
+from shared.policy.asks import Ask
+
+
+class Call:
+    """One call of the engine that was let in. `shared`: a beam search's, whose one place all its calls use."""
+
+    __slots__ = ("ask", "cached", "due", "max_tokens", "output", "shared")
+
+    def __init__(self, ask: Ask, max_tokens: int, mean_output: float, *, shared: bool) -> None:
+        self.ask = ask
+        self.max_tokens = max_tokens  # per sample, as reserved: it may generate no more
+        self.shared = shared
+        self.output = 0
+        self.cached = 0
+        self.due = min(float(ask.max_new_tokens), mean_output)  # output tokens that its tenant has been charged
+
+
+class Place:
+    """What one attempt has asked for and what of it waits. Mutable; owned by Admission."""
+
+    __slots__ = ("deciding", "entered_s", "firsts", "queued_ms", "tenant_id", "waiting", "wave")
+
+    def __init__(self, tenant_id: str) -> None:
+        self.tenant_id = tenant_id
+        self.firsts: list[Ask] = []  # one per decision: more than one only if the application generates again
+        self.wave: list[Ask] = []  # of a decision whose prompts have not all come
+        self.deciding: list[asyncio.Future[TenantryError | None]] = []  # those of the wave, until it is decided
+        self.waiting: set[asyncio.Future[TenantryError | None]] = set()
+        self.entered_s: float | None = None
+        self.queued_ms = 0.0
+
+    def stop_waiting(self, error: TenantryError) -> None:
+        """Whatever of it waits for admission raises `error` in the application. Idempotent."""
+        for future in self.waiting:
+            if not future.done():
+                future.set_result(error)

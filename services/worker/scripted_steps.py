@@ -1,0 +1,121 @@
+"""An engine's steps without its arithmetic: continuous batching with chunked prefill, first come, first served, and time by a model.
+
+Scheduled as vLLM's V1 scheduler does: sequences that run first, in the order they came in, then waiting ones while the step has tokens
+and a seat is free; no prefix cache. What a step costs is linear in its prompt tokens and its sequences.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+
+class StepModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The defaults are near GPT-OSS-20B with eight adapters on an H200 (5.7 ms a step for one sequence, 12.6 ms for 32)."""
+
+    base_ms: float = 5.5
+    sequence_us: float = 220.0
+    prefill_token_us: float = 25.0
+    step_tokens: int = 8192
+    shared_prefill_tokens: int = 0  # the most of one prompt in a step while another tenant has something here; 0: the whole step
+
+
+class Sequence:
+    """One sample of one prompt in the engine. Mutable; owned by the stepper."""
+
+    __slots__ = ("count", "first_step", "made", "name", "prompt_left", "prompt_tokens", "taken", "tenant_id", "waiter")
+
+    def __init__(self, name: str, tenant_id: str, prompt_tokens: int, count: int) -> None:
+        self.name = name
+        self.tenant_id = tenant_id
+        self.prompt_tokens = prompt_tokens
+        self.prompt_left = prompt_tokens
+        self.count = count
+        self.made = 0
+        self.taken = 0
+        self.first_step: int | None = None  # in which the first part of its prompt was read
+        self.waiter: asyncio.Future[None] | None = None
+
+
+class Stepper:
+    """`steps` counts those that have begun."""
+
+    def __init__(self, model: StepModel, seats: int, block_tokens: int) -> None:
+        self.steps = 0
+        self.most_blocks = 0  # of KV cache, ever in use
+        self.prefill_tokens = 0  # of the last step
+        self.on_first_step: Callable[[Sequence], None] | None = None
+        self._model = model
+        self._seats = seats
+        self._block_tokens = block_tokens
+        self._running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._in_step = False
+
+    def submit(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+        if not self._in_step:
+            self._in_step = True
+            self._loop.call_soon(self._begin)  # what comes in this turn is in the same step
+
+    async def token(self, sequence: Sequence) -> None:
+        """Returns once the sequence's next token has been made."""
+        if sequence.taken == sequence.made:
+            sequence.waiter = self._loop.create_future()
+            await sequence.waiter
+        sequence.taken += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Finished, or aborted: it is in no further step. Idempotent."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def _begin(self) -> None:
+        self._running = [one for one in self._running if one.made < one.count]
+        if not self._running and not self._waiting:
+            self._in_step = False
+            return
+        self.steps += 1
+        parts = self._schedule()
+        model = self._model
+        self.prefill_tokens = sum(tokens for one, tokens in parts if one.prompt_left)
+        self.most_blocks = max(self.most_blocks, sum(self._blocks(one, tokens) for one, tokens in parts))
+        took_ms = model.base_ms + (model.prefill_token_us * self.prefill_tokens + model.sequence_us * len(parts)) / 1000.0
+        self._loop.call_later(took_ms / 1000.0, self._end, parts)
+
+    def _schedule(self) -> list[tuple[Sequence, int]]:
+        model, left = self._model, self._model.step_tokens
+        tenants = {one.tenant_id for one in self._running} | {one.tenant_id for one in self._waiting}
+        chunk = model.shared_prefill_tokens if len(tenants) > 1 and model.shared_prefill_tokens else model.step_tokens
+        parts: list[tuple[Sequence, int]] = []
+        for one in self._running:
+            tokens = min(max(1, min(one.prompt_left, chunk)), left)
+            if tokens:
+                parts.append((one, tokens))
+                left -= tokens
+        while left > 0 and self._waiting and len(self._running) < self._seats:
+            one = self._waiting.popleft()
+            self._running.append(one)
+            one.first_step = self.steps
+            if self.on_first_step is not None:
+                self.on_first_step(one)
+            tokens = min(max(1, min(one.prompt_left, chunk)), left)
+            parts.append((one, tokens))
+            left -= tokens
+        return parts
+
+    def _end(self, parts: list[tuple[Sequence, int]]) -> None:
+        for one, tokens in parts:
+            one.prompt_left = max(0, one.prompt_left - tokens)
+            if one.prompt_left == 0:
+                one.made += 1
+                if one.waiter is not None and not one.waiter.done():
+                    one.waiter.set_result(None)
+        self._begin()
+
+    def _blocks(self, one: Sequence, tokens: int) -> int:
+        return -(-(one.prompt_tokens - one.prompt_left + one.made + tokens) // self._block_tokens)
