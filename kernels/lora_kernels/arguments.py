@@ -81,39 +81,32 @@ def three(stacks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, t
     return first, stacks[1] if len(stacks) > 1 else first, stacks[2] if len(stacks) > 2 else first
 
 
-def check_values(
-    token_slots: torch.Tensor,
-    topk_ids: torch.Tensor | None,
-    slot_ranks: torch.Tensor | None,
-    *,
-    num_slots: int,
-    num_experts: int,
-    rank: int,
-) -> None:
-    """`check_ids`, and each slot's own rank, where LORA_KERNELS_CHECK_VALUES is 1 and no graph is being captured.
+def check_values(*, slot_ranks: torch.Tensor | None = None, rank: int = 0, **ids: tuple[torch.Tensor, int]) -> None:
+    """Ids (by argument: the tensor, their number) and slots' own ranks, where LORA_KERNELS_CHECK_VALUES is 1 and no graph is captured.
 
-    Without it the kernels take such an id for no adapter, and a rank above the slot's for the slot's.
+    Without it the kernels take an id out of range for no adapter, and a rank above the slot's for the slot's.
 
     :raises ValueError: an id or a rank is out of range.
     """
-    if not CHECK_VALUES or (token_slots.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not CHECK_VALUES or any(tensor.is_cuda and torch.cuda.is_current_stream_capturing() for tensor, _ in ids.values()):
         return
-    check_ids(token_slots, topk_ids, num_slots=num_slots, num_experts=num_experts)
-    if slot_ranks is not None and num_slots:
-        own = slot_ranks[:num_slots]
-        low, high = int(own.min()), int(own.max())
-        check("slot_ranks", f"ranks in [0, {rank}]", f"ranks from {low} to {high}", holds=low >= 0 and high <= rank)
+    for name, (tensor, limit) in ids.items():
+        _check_range(name, "ids", tensor, -1, limit)
+    if slot_ranks is not None:
+        _check_range("slot_ranks", "ranks", slot_ranks, 0, rank + 1)
 
 
 def check_ids(token_slots: torch.Tensor, topk_ids: torch.Tensor | None, *, num_slots: int, num_experts: int) -> None:
     """Reads the ids back from the device (a synchronisation): for tests and debugging, not for serving.
 
-    The kernels treat an id out of range as no adapter and never index with it.
-
     :raises ValueError: a slot is outside [-1, num_slots) or an expert outside [-1, num_experts).
     """
-    limits = (("token_slots", token_slots, num_slots), ("topk_ids", topk_ids, num_experts))
-    for name, ids, limit in limits:
-        if ids is not None and ids.numel():
-            low, high = int(ids.min()), int(ids.max())
-            check(name, f"ids in [-1, {limit})", f"ids from {low} to {high}", holds=low >= -1 and high < limit)
+    _check_range("token_slots", "ids", token_slots, -1, num_slots)
+    if topk_ids is not None:
+        _check_range("topk_ids", "ids", topk_ids, -1, num_experts)
+
+
+def _check_range(name: str, what: str, tensor: torch.Tensor, least: int, limit: int) -> None:
+    if tensor.numel():
+        low, high = int(tensor.min()), int(tensor.max())
+        check(name, f"{what} in [{least}, {limit})", f"{what} from {low} to {high}", holds=low >= least and high < limit)

@@ -44,7 +44,7 @@ def moe_expand_(
     shape = (None, num_pairs, len(lora_b), padded_rank(rank))
     check_tensor("partials", partials, shape=shape, dtypes=(torch.float32,), device=out.device)
     check_slots(slots, slot_enabled, slot_ranks, device=out.device)
-    check_values(token_slots, topk_ids, slot_ranks, num_slots=slots, num_experts=num_experts, rank=rank)
+    check_values(token_slots=(token_slots, slots), topk_ids=(topk_ids, num_experts), slot_ranks=slot_ranks, rank=rank)
     if topk_weights is not None:
         check_tensor("topk_weights", topk_weights, shape=(num_tokens, top_k), dtypes=DTYPES, device=out.device)
     if num_pairs == 0:

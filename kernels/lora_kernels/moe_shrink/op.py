@@ -42,7 +42,7 @@ def moe_shrink(
     for index, stack in enumerate(lora_a):
         check(f"lora_a[{index}]", f"[*, *, {rank}, {x.shape[1]}]", list(stack.shape), holds=stack.shape[2:] == (rank, x.shape[1]))
     check_slots(slots, slot_enabled, slot_ranks, device=x.device)
-    check_values(token_slots, topk_ids, slot_ranks, num_slots=slots, num_experts=num_experts, rank=rank)
+    check_values(token_slots=(token_slots, slots), topk_ids=(topk_ids, num_experts), slot_ranks=slot_ranks, rank=rank)
     pairs_per_row = 1 if len(x) == num_pairs else top_k
     shape = {"rank": rank, "width": k, "slices": len(lora_a), "adapters": slots, "rows": num_pairs, "rows_sharing_x": pairs_per_row}
     tiles = tiles or tuned("moe_shrink", x, **shape)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from lora_kernels.arguments import IDS, check, check_tensor
+from lora_kernels.arguments import IDS, check, check_tensor, check_values
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.pair_groups.kernel import group_pairs_kernel
 
@@ -52,6 +52,7 @@ def group_pairs(
     if slot_enabled is not None:
         check_tensor("slot_enabled", slot_enabled, shape=(None,), dtypes=IDS, device=device)
         check("slot_enabled", f"{num_slots} or more", len(slot_enabled), holds=len(slot_enabled) >= num_slots)
+    check_values(token_slots=(token_slots, num_slots), topk_ids=(topk_ids, num_experts))
     num_pairs, num_cells = topk_ids.numel(), num_slots * num_experts
     check("topk_ids", f"at most {MOST_PAIRS} pairs", f"{num_pairs}", holds=num_pairs <= MOST_PAIRS)
     check("num_slots * num_experts", f"1 to {MOST_CELLS} cells", num_cells, holds=1 <= num_cells <= MOST_CELLS)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from lora_kernels.arguments import check, check_tensor
+from lora_kernels.arguments import check, check_tensor, check_values
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.work_list.kernel import (
     CELLS_PER_PROGRAM,
@@ -178,6 +178,7 @@ def _check(
     check("top_k", "at least 1", topk_ids.shape[1], holds=topk_ids.shape[1] >= 1)
     check("num_adapters", "at least 1", num_adapters, holds=num_adapters >= 1)
     check("num_experts", "at least 1", num_experts, holds=num_experts >= 1)
+    check_values(token_adapters=(token_adapters, num_adapters), topk_ids=(topk_ids, num_experts))
     num_cells = num_adapters * num_experts
     check("num_adapters * num_experts", f"at most {MAX_BINS - 2}", num_cells, holds=num_cells <= MAX_BINS - 2)
     check("block_m", "a power of two, at least 16", block_m, holds=block_m >= 16 and block_m & (block_m - 1) == 0)
