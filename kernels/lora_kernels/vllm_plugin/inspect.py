@@ -60,6 +60,17 @@ class WorkerInspection:
             "total_bytes": sum(stack.numel() * stack.element_size() for stack in slot_tensors(manager)),
         }
 
+    def tenantry_kv_groups(self) -> list[dict[str, int]]:
+        """Groups of layers with KV blocks of their own: tokens of a block, and the most tokens of a sequence that they keep (0: all)."""
+        runner = self.model_runner
+        specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+        in_flight = 2 * runner.vllm_config.scheduler_config.max_num_batched_tokens  # a step and the one scheduled behind it
+        found: list[dict[str, int]] = []
+        for spec in specs:
+            window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
+            found.append({"block_tokens": spec.block_size, "most_tokens": window - 1 + in_flight if window else 0})
+        return found
+
     def tenantry_slot_bytes(self, rank: int) -> int:
         """Bytes of a slot that an adapter of `rank` fills."""
         return slot_bytes(_manager(self), rank=rank)

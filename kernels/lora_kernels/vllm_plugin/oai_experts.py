@@ -1,6 +1,8 @@
 """MXFP4 experts on matmul_ogs with LoRA: both products read and write rows in the order of (token, choice) pairs, so that no copy
 stands between them and the seams. A step without adapters takes the same way, so that base rows keep their bits."""
 
+from typing import Any
+
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as oai
@@ -14,15 +16,11 @@ from lora_kernels.vllm_plugin.oai_routing import can_route, route
 class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
     """vLLM's weights, workspaces and limits; a schedule of our own."""
 
-    def _make_routing_data(
-        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_local_experts: int
-    ) -> tuple[oai.RoutingData, oai.GatherIndx, oai.ScatterIndx]:
+    def _make_routing_data(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_local_experts: int) -> tuple[Any, Any, Any]:
         routing, pairs, _, places = self._route(topk_ids, topk_weights, num_local_experts)
         return routing, pairs, places
 
-    def _route(
-        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
-    ) -> tuple[oai.RoutingData, oai.GatherIndx, oai.GatherIndx, oai.ScatterIndx]:
+    def _route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> tuple[Any, Any, Any, Any]:
         """(routing, pairs in the order of experts, their tokens, where results go)."""
         top_k = topk_ids.shape[1]
         if not oai.use_legacy_triton_kernels or not can_route(topk_ids.numel(), num_experts):
