@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,7 +68,7 @@ class StagedLoading:
         started_s = time.monotonic()
         int_id = request.lora_int_id
         await in_worker(self._engine, "tenantry_begin_mount", int_id, image.number, packed.rank, list(packed.modules), list(packed.sums))
-        end = await self._until(lambda state: state != "copying", "tenantry_end_mount", int_id)
+        end = await self._until("copying", "tenantry_end_mount", int_id)
         if end["state"] != "mounted":
             self._tier.drop(folder)
             raise LoadFailed(f"what arrived in the slot is not what was packed: {end['message']}", reason="slot_differs")
@@ -90,25 +90,26 @@ class StagedLoading:
         modules = sorted({part.module for part in layout.parts})
         pieces = sum(-(-layout.part_bytes(part) // PIECE_BYTES) for part in layout.parts)
         await in_worker(self._engine, "tenantry_begin_mount", request.lora_int_id, 0, layout.max_rank, modules, [0] * pieces)
-        end = await self._until(lambda state: state != "copying", "tenantry_end_mount", request.lora_int_id)
+        end = await self._until("copying", "tenantry_end_mount", request.lora_int_id)
         return end["state"] == "mounted"
 
     async def release(self, int_id: int) -> int:
-        slot = await in_worker(self._engine, "tenantry_begin_release", int_id)
-        if slot is None:
+        begun = await self._until("copying", "tenantry_begin_release", int_id)  # a mount that was given up ends first
+        if begun["state"] == "absent":
             return 0
-        end = await self._until(lambda state: state != "zeroing", "tenantry_end_release", slot)
+        end = await self._until("zeroing", "tenantry_end_release", begun["slot"])
         if end["state"] != "zero":
-            raise LoadFailed(f"the adapter's slot could not be zeroed: {end['message']}", reason="slot_not_zeroed", slot=slot)
+            raise LoadFailed(f"the adapter's slot could not be zeroed: {end['message']}", reason="slot_not_zeroed", slot=begun["slot"])
         return self._slot_bytes
 
-    async def _until(self, is_end: Callable[[str], bool], method: str, *args: Any) -> dict[str, Any]:
+    async def _until(self, running: str, method: str, *args: Any) -> dict[str, Any]:
+        """The first answer whose state is another than `running`."""
         wait_s = _FIRST_LOOK_S
         while True:
-            await asyncio.sleep(wait_s)
             found: dict[str, Any] = await in_worker(self._engine, method, *args)
-            if is_end(found["state"]):
+            if found["state"] != running:
                 return found
+            await asyncio.sleep(wait_s)
             wait_s = min(_SLOWEST_LOOK_S, wait_s * 1.5)
 
 

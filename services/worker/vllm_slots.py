@@ -58,8 +58,8 @@ class WorkerExtension(WorkerInspection):
         """`state`: copying | mounted | failed. Once it is mounted, requests may name it."""
         return _loader(self).end_mount(lora_int_id)
 
-    def tenantry_begin_release(self, lora_int_id: int) -> int | None:
-        """Takes the adapter out of its slot, or a mount back, and starts zeroing the slot; which one it was."""
+    def tenantry_begin_release(self, lora_int_id: int) -> dict[str, Any]:
+        """Takes the adapter out of its slot, or a mount back, and starts zeroing the slot. `state`: copying | zeroing | absent."""
         return _loader(self).begin_release(lora_int_id)
 
     def tenantry_end_release(self, slot: int) -> dict[str, Any]:
@@ -148,20 +148,21 @@ class SlotLoader:
         self._register(lora_int_id, job)
         return {"state": "mounted", "copy_ms": job.copy_ms, "register_ms": (time.monotonic() - started_s) * 1000.0}
 
-    def begin_release(self, lora_int_id: int) -> int | None:
-        job = self._mounts.pop(lora_int_id, None)
-        if job is not None:
-            job.done.wait()  # an interrupted mount: at most what is left of one copy
+    def begin_release(self, lora_int_id: int) -> dict[str, Any]:
+        job = self._mounts.get(lora_int_id)
+        if job is not None and not job.done.is_set():
+            return {"state": "copying"}
+        self._mounts.pop(lora_int_id, None)
         if lora_int_id not in self._manager.lora_index_to_id:
             self._worker.remove_lora(lora_int_id)
-            return None
+            return {"state": "absent"}
         slot = self._manager.lora_index_to_id.index(lora_int_id)
         self._worker.remove_lora(lora_int_id)
         self._enable(slot, frozenset())
         self._manager.lora_index_to_id[slot] = -lora_int_id  # nobody's until it is zero
         job = self._releases[slot] = _Job(slot, 0, (), [])
         self._start(job, lambda: self._zero(slot))
-        return slot
+        return {"state": "zeroing", "slot": slot}
 
     def end_release(self, slot: int) -> dict[str, Any]:
         job = self._releases[slot]
