@@ -1,11 +1,11 @@
-"""Prefill of one expert layer against vLLM's own way and the memory floor, on a GPU: microseconds a layer.
+"""Prefill of expert layers on random weights, activations and routing, on a GPU.
 
 Counted on both sides: list (or align), shrink, expand, activation, w2 shrink and expand, the sum over choices. Chains of
 `LAYERS` layers are captured in a graph and replayed; each layer has weights and activations of its own, so nothing is
-warm in the L2 cache; medians. Tokens of one adapter lie together, as requests do; routing is uniform.
+warm in the L2 cache; medians. Tokens of one adapter lie together, as requests do.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -16,17 +16,11 @@ from lora_kernels.configs.plans import LayerShape, plan_for
 from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.layer import combine, expand_activate, group_tokens, shrink
 from lora_kernels.moe_prefill.plan import PrefillPlan
-from lora_kernels.moe_prefill.vllm_peer import VllmLayer
 from lora_kernels.moe_prefill.weights import ExpertLora
 from lora_kernels.work_list import build_work_list
 
 LAYERS = 4
 REPLAYS = 15
-FLOOR_BYTES_PER_S = 4.24e12
-"""The copy rate measured on an H200."""
-
-SHAPES = ((1600, 1), (6400, 8), (12800, 8))
-"""(tokens, adapters)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,28 +48,6 @@ class LayerTensors:
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     token_adapters: torch.Tensor
-
-
-def rows(names: Collection[str], *, rank: int = 32, with_vllm: bool = True) -> Iterator[dict[str, object]]:
-    """One row per named model, shape and op ("moe_lora_prefill", "work_list"). vllm_us is None without vLLM."""
-    for model in (model for model in MODELS if model.name in names):
-        for num_tokens, adapters in SHAPES:
-            layers = make_layers(model, num_tokens, adapters, rank)
-            plan = plan_of(layers[0], model)
-            key = {"model": model.name, "tokens": num_tokens, "adapters": adapters, "rank": rank}
-            peers = [VllmLayer(layer.lora, layer.topk_ids, layer.token_adapters) for layer in layers] if with_vllm else []
-            yield key | {
-                "op": "work_list",
-                "us": microseconds_per_layer(lambda plan=plan, layers=layers: [list_of(layer, plan) for layer in layers]),
-                "vllm_us": microseconds_per_layer(lambda peers=peers: [peer.align() for peer in peers]) if peers else None,
-                "floor_us": round((layers[0].topk_ids.numel() * 8 + num_tokens * 4) / FLOOR_BYTES_PER_S * 1e6, 2),
-            }
-            yield key | {
-                "op": "moe_lora_prefill",
-                "us": microseconds_per_layer(lambda plan=plan, layers=layers: run_forward(layers, plan)),
-                "vllm_us": microseconds_per_layer(lambda peers=peers, layers=layers: _run_peers(peers, layers)) if peers else None,
-                "floor_us": round(floor_bytes(layers[0], model) / FLOOR_BYTES_PER_S * 1e6, 2),
-            }
 
 
 def make_layers(
@@ -186,8 +158,3 @@ def microseconds_per_layer(launch: Callable[[], object], *, layers: int = LAYERS
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / layers)
     return round(median(times), 2)
-
-
-def _run_peers(peers: list[VllmLayer], layers: list[LayerTensors]) -> None:
-    for peer, layer in zip(peers, layers, strict=True):
-        peer.run(layer.x, layer.gate_up, layer.down, layer.topk_weights)
