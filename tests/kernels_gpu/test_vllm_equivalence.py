@@ -97,3 +97,14 @@ def test_the_adapters_change_the_answers_and_each_in_its_own_way(documents: dict
 
 def test_a_batch_asked_again_gets_the_same_bits(documents: dict[str, Any], model: str) -> None:
     assert documents["on"]["models"][model]["repeats"]
+
+
+def test_slots_can_be_seen_and_a_released_one_is_zero(documents: dict[str, Any], model: str) -> None:
+    seen = documents["on"]["models"][model]["inspection"]
+    before, after = seen["before"]["slots"][seen["slot"]], seen["after"]["slots"][seen["slot"]]
+
+    assert before["lora_int_id"] == 3 and not before["all_zero"]
+    assert after["lora_int_id"] is None and after["all_zero"]
+    assert not seen["zeroed_in_use"] and seen["zeroed_free"]
+    assert seen["before"]["slot_bytes"] * 4 == seen["before"]["total_bytes"]
+    assert seen["warm_up_s"] > 0

@@ -68,6 +68,8 @@ def answers_of(folder: Path, name: str, *, merge: bool) -> dict[str, Any]:
         "answers": _plain(answers),
         "repeats": again == answers["base beside adapters"],
     }
+    if document["wrappers"] == ["GpuLoraWrapper"]:
+        document["inspection"] = inspect(llm, adapters)
     if merge:
         merged = {}
         base = [Request(prompt=prompt) for prompt in PROMPTS]
@@ -82,6 +84,20 @@ def answers_of(folder: Path, name: str, *, merge: bool) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     return document
+
+
+def inspect(llm: Any, adapters: dict[str, Any]) -> dict[str, Any]:
+    """What the worker tells of its slots before and after an adapter left, and whether its slot can be zeroed in use and free."""
+    last = adapters["a2"]
+    before = llm.collective_rpc("tenantry_slots")[0]
+    slot = next(entry["index"] for entry in before["slots"] if entry["lora_int_id"] == last.lora_int_id)
+    in_use = llm.collective_rpc("tenantry_zero_slot", args=(slot,))[0]
+    llm.llm_engine.remove_lora(last.lora_int_id)
+    after = llm.collective_rpc("tenantry_slots")[0]
+    free = llm.collective_rpc("tenantry_zero_slot", args=(slot,))[0]
+    llm.llm_engine.add_lora(last)
+    warm_up_s = llm.collective_rpc("tenantry_warm_up")[0]
+    return {"before": before, "after": after, "slot": slot, "zeroed_in_use": in_use, "zeroed_free": free, "warm_up_s": warm_up_s}
 
 
 def start(folder: Path, name: str) -> Any:
@@ -102,6 +118,7 @@ def start(folder: Path, name: str) -> Any:
         enable_lora=True,
         max_loras=4,
         max_lora_rank=32,
+        worker_extension_cls="lora_kernels.vllm_plugin.inspect.WorkerInspection",
         # vLLM's own path would take other weights' layout, and so other roundings, for GPT-OSS; on both paths it is the same here.
         moe_backend="triton_unfused" if name == "gptoss" else "auto",
         compilation_config={"cudagraph_capture_sizes": [1, 8, 16]},

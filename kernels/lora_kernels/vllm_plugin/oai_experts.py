@@ -16,15 +16,11 @@ from lora_kernels.vllm_plugin.oai_routing import can_route, route
 class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
     """vLLM's weights, workspaces and limits; a schedule of our own."""
 
-    def _make_routing_data(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_local_experts: int) -> tuple[Any, Any, Any]:
-        routing, pairs, _, places = self._route(topk_ids, topk_weights, num_local_experts)
-        return routing, pairs, places
-
     def _route(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> tuple[Any, Any, Any, Any]:
         """(routing, pairs in the order of experts, their tokens, where results go)."""
         top_k = topk_ids.shape[1]
         if not oai.use_legacy_triton_kernels or not can_route(topk_ids.numel(), num_experts):
-            routing, pairs, places = super()._make_routing_data(topk_ids, topk_weights, num_experts)
+            routing, pairs, places = self._make_routing_data(topk_ids, topk_weights, num_experts)
             return routing, pairs, oai.GatherIndx(src_indx=pairs.src_indx // top_k, dst_indx=pairs.dst_indx), places
         from triton_kernels.routing import ExptData
 
