@@ -21,12 +21,14 @@ OVERLAPS = [Overlap.NONE, Overlap.INPUTS_FRESH, Overlap.IDS_SETTLED] if can_over
 PAIRS = (Tiles(path="pairs", block=32), Tiles(path="pairs", block=32))
 SLOTS = (Tiles(path="slots", block=32, steps=2, stages=2), Tiles(path="slots", block=32))
 ONE_STEP = (Tiles(path="slots", block=64), Tiles(path="slots", block=32))
-LIST = (Tiles(path="list", block=32, steps=2, stages=2), Tiles(path="list", block=16, steps=2, stages=2))
+LIST = (Tiles(path="list", block=32, steps=2, stages=2, rows=64), Tiles(path="list", block=16, steps=2, stages=2, rows=64))
+LIST_ONE_STEP = (Tiles(path="list", block=64), Tiles(path="list", block=32))
 PATHS = [
     pytest.param(PAIRS, id="pairs"),
     pytest.param(SLOTS, id="slots"),
     pytest.param(ONE_STEP, id="slots, one step"),
     pytest.param(LIST, id="list"),
+    pytest.param(LIST_ONE_STEP, id="list, one step"),
 ]
 QKV = Layer(slots=4, k=104 * SCALE, widths=(96 * SCALE, 24 * SCALE, 24 * SCALE), idle=(3,))
 

@@ -85,6 +85,16 @@ def test_an_engines_tables_serve_as_a_list_and_rows_that_fill_up_a_graph_keep_th
     check(run(stale, weights, tables), batch, weights)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("slices", [1, 2, 3])
+def test_all_slices_in_a_program_or_one_give_the_same(steps: int, rows: int, slices: int) -> None:
+    layer = replace(LAYER, widths=(96, 24, 24)[:slices])
+    weights, batch = make_weights(layer, DTYPE, DEVICE), make_batch(layer, [0, 2, -1, 0, 1] * 5, DTYPE, DEVICE)
+    tiles = (Tiles(path="list", block=32, steps=steps, stages=2, rows=rows), SMALL[1])
+    check(run(batch, weights, list_tokens(batch.token_slots, num_slots=4), tiles), batch, weights)
+
+
 def test_more_slots_than_sixteen_and_a_slot_of_many_tokens_work() -> None:
     layer = replace(LAYER, slots=19, idle=(4,))
     slots = [18] * 45 + [0, 17, 5, -1, 5]

@@ -179,12 +179,14 @@ def expand_list_kernel(
     HAS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [runs of ROWS tokens of a slot * runs of STEPS blocks of N over all slices], those of the same tokens adjoining."""
+    """Grid [runs of ROWS tokens of a slot * runs of STEPS blocks of N over all slices], those of the same tokens adjoining.
+
+    A single step reads B and the old output before the wait.
+    """
     RUN: tl.constexpr = BLOCK_N * STEPS
     RUNS: tl.constexpr = (N0 + RUN - 1) // RUN + (N1 + RUN - 1) // RUN + (N2 + RUN - 1) // RUN
-    if PDL > 0:
+    if PDL == 1:
         gdc_wait()
-        gdc_launch_dependents()
     piece, first_n, width, column = slice_of(tl.program_id(0) % RUNS, N0, N1, N2, RUN)
     slot, start, count = listed_rows(groups_ptr, starts_ptr, counts_ptr, tl.program_id(0) // RUNS, num_groups, num_slots, GROUPS, ROWS)
     if count > 0:
@@ -195,15 +197,32 @@ def expand_list_kernel(
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         b_ptr = pick(piece, b0_ptr, b1_ptr, b2_ptr, SLICES) + slot.to(tl.int64) * width * R
         out_rows = out_ptr + column + rows.to(tl.int64)[:, None] * (N0 + N1 + N2)
-        h = sum_partials(partials_ptr, rows, inside, rank, piece, num_tokens, splits, R_PAD, SLICES, ROWS, UNROLLED)
-        for step in tl.range(0, STEPS, num_stages=STAGES):
-            n = first_n + step * BLOCK_N + tl.arange(0, BLOCK_N)
+        if STEPS == 1:
+            n = first_n + tl.arange(0, BLOCK_N)
             columns = within(n, width, EVEN_N, ALIGNED_N)
+            wanted = inside[:, None] & columns[None, :]
             b = load_b(b_ptr, n, columns, rank, R, R_PAD, EVEN_N, HAS_RANKS)
-            if EVEN_N:
-                wanted = inside[:, None]
-            else:
-                wanted = inside[:, None] & columns[None, :]
             old = tl.load(out_rows + n[None, :], mask=wanted, other=0.0)
+        if PDL == 2:
+            gdc_wait()
+        if PDL > 0:
+            gdc_launch_dependents()
+        h = sum_partials(partials_ptr, rows, inside, rank, piece, num_tokens, splits, R_PAD, SLICES, ROWS, UNROLLED)
+        if STEPS == 1:
             new = (old.to(tl.float32) + product(h, b, PIECES)).to(out_ptr.dtype.element_ty)
             tl.store(out_rows + n[None, :], new, mask=wanted)
+        else:
+            for step in tl.range(0, STEPS, num_stages=STAGES):
+                n_step = first_n + step * BLOCK_N + tl.arange(0, BLOCK_N)
+                columns_step = within(n_step, width, EVEN_N, ALIGNED_N)
+                b_step = load_b(b_ptr, n_step, columns_step, rank, R, R_PAD, EVEN_N, HAS_RANKS)
+                if EVEN_N:
+                    wanted_step = inside[:, None]
+                else:
+                    wanted_step = inside[:, None] & columns_step[None, :]
+                old_step = tl.load(out_rows + n_step[None, :], mask=wanted_step, other=0.0)
+                new = (old_step.to(tl.float32) + product(h, b_step, PIECES)).to(out_ptr.dtype.element_ty)
+                tl.store(out_rows + n_step[None, :], new, mask=wanted_step)
+    else:
+        if PDL == 2:
+            gdc_wait()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from lora_kernels.arguments import DTYPES, GRID_LIMIT, IDS, check, check_slots, check_stacks, check_tensor, three
+from lora_kernels.arguments import DTYPES, GRID_LIMIT, IDS, check, check_slots, check_stacks, check_tensor, check_values, three
 from lora_kernels.configs import Tiles, padded_rank
 from lora_kernels.dense_expand.kernel import expand_list_kernel, expand_slots_kernel
 from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, runs_of, tokens_a_program
@@ -13,8 +13,9 @@ from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_expand.kernel import expand_pairs_kernel
 
-LIST_PIECES = 1
-"""Of h in the weights' dtype on path list, where the output's own rounding hides what a second one adds."""
+ONE_PIECE_FROM_ROWS = 64
+"""Tokens a program takes from which h goes to the product in one piece of the weights' dtype: the output's own rounding hides what a
+second one adds, and there it costs time."""
 
 
 def dense_expand_(
@@ -46,6 +47,7 @@ def dense_expand_(
     shape = (None, num_tokens, slices, padded_rank(rank))
     check_tensor("partials", partials, shape=shape, dtypes=(torch.float32,), device=out.device)
     check_slots(slots, None, slot_ranks, device=out.device)
+    check_values(token_slots=(token_slots, slots), slot_ranks=slot_ranks, rank=rank)
     check_token_list(token_list, num_tokens=num_tokens, device=out.device)
     if num_tokens == 0:
         return
@@ -78,7 +80,8 @@ def dense_expand_(
         expand_list_kernel[(runs_of(token_list, tiles.rows) * blocks,)](
             partials, b0, b1, b2, out, token_list.order, token_list.slots, token_list.starts, token_list.counts, ranks, num_tokens, splits,
             token_list.num_groups, slots, GROUPS=groups_padded(token_list), ROWS=tiles.rows, STEPS=tiles.steps, STAGES=tiles.stages,
-            PIECES=LIST_PIECES, UNROLLED=reads_under_way(splits, tiles.rows, rank, tiles.num_warps), **shared, **constants, **options,
+            PIECES=1 if tiles.rows >= ONE_PIECE_FROM_ROWS else 2,
+            UNROLLED=reads_under_way(splits, tiles.rows, rank, tiles.num_warps), **shared, **constants, **options,
         )  # fmt: skip
     elif tiles.path == "slots":
         check("lora_b", f"at most {GRID_LIMIT} slots and blocks", f"{slots} slots, {blocks} blocks", holds=max(slots, blocks) <= GRID_LIMIT)
@@ -98,6 +101,10 @@ def dense_expand_(
 
 
 def reads_under_way(splits: int, rows: int, rank: int, num_warps: int) -> int:
-    """Splits whose partials a program reads before it adds the first: what 64 registers of a thread hold."""
+    """Splits whose partials a program reads before it adds the first: no more than 64 registers of a thread hold.
+
+    One of three figures, so that other tiles of the shrink seldom mean another compilation.
+    """
+    wanted = 1 if splits == 1 else 4 if splits <= 4 else 16
     fitting = max(1, 64 * 32 * num_warps // (rows * padded_rank(rank)))
-    return min(triton.next_power_of_2(splits), 16, 1 << (fitting.bit_length() - 1))
+    return min(wanted, 1 << (fitting.bit_length() - 1))

@@ -128,13 +128,14 @@ def shrink_list_kernel(
     HAS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [runs of ROWS tokens of a slot, splits, slices, or 1 where they are JOINED in a program]."""
+    """Grid [runs of ROWS tokens of a slot, splits, slices, or 1 where they are JOINED in a program]. A single step as by slot."""
     EVEN_K: tl.constexpr = K % (BLOCK_K * STEPS) == 0
-    if PDL > 0:
+    if PDL == 1:
         gdc_wait()
         gdc_launch_dependents()
     slot, start, count = listed_rows(groups_ptr, starts_ptr, counts_ptr, tl.program_id(0), num_groups, num_slots, GROUPS, ROWS)
     split = tl.program_id(1)
+    piece = tl.program_id(2)
     if count > 0:
         m = tl.arange(0, ROWS)
         r = tl.arange(0, R_PAD)
@@ -143,32 +144,44 @@ def shrink_list_kernel(
         inside = (rows >= 0) & (rows < num_tokens)
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         at = slot.to(tl.int64) * (R * K)
+        a_ptr = pick(piece, a0_ptr, a1_ptr, a2_ptr, SLICES) + at
         x_tile = x_ptr + rows[:, None] * K
-        part = partials_ptr + (split.to(tl.int64) * num_tokens + rows)[:, None] * (SLICES * R_PAD) + r[None, :]
+        part = partials_ptr + ((split.to(tl.int64) * num_tokens + rows) * SLICES + piece)[:, None] * R_PAD + r[None, :]
+        if STEPS == 1:
+            k = split * BLOCK_K + tl.arange(0, BLOCK_K)
+            a0 = load_a(a_ptr, k, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
+        if PDL == 2:
+            gdc_wait()
+            gdc_launch_dependents()
         total0 = tl.zeros((ROWS, R_PAD), tl.float32)
-        if JOINED:
+        if STEPS == 1:
+            x = load_x(x_tile, k, inside, K, EVEN_K)
+            tl.store(part, tl.dot(x, tl.trans(a0), total0, input_precision="ieee"), mask=inside[:, None])
+            if JOINED:
+                a1 = load_a(a1_ptr + at, k, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
+                tl.store(part + R_PAD, tl.dot(x, tl.trans(a1), total0, input_precision="ieee"), mask=inside[:, None])
+            if JOINED and SLICES > 2:
+                a2 = load_a(a2_ptr + at, k, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
+                tl.store(part + 2 * R_PAD, tl.dot(x, tl.trans(a2), total0, input_precision="ieee"), mask=inside[:, None])
+        else:
             total1 = tl.zeros((ROWS, R_PAD), tl.float32)
             total2 = tl.zeros((ROWS, R_PAD), tl.float32)
             for step in tl.range(0, STEPS, num_stages=STAGES):
-                k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
-                x = load_x(x_tile, k, inside, K, EVEN_K)
-                a0 = load_a(a0_ptr + at, k, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
+                k_step = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+                x = load_x(x_tile, k_step, inside, K, EVEN_K)
+                a0 = load_a(a_ptr, k_step, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
                 total0 = tl.dot(x, tl.trans(a0), total0, input_precision="ieee")
-                a1 = load_a(a1_ptr + at, k, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
-                total1 = tl.dot(x, tl.trans(a1), total1, input_precision="ieee")
-                if SLICES > 2:
-                    a2 = load_a(a2_ptr + at, k, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
+                if JOINED:
+                    a1 = load_a(a1_ptr + at, k_step, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
+                    total1 = tl.dot(x, tl.trans(a1), total1, input_precision="ieee")
+                if JOINED and SLICES > 2:
+                    a2 = load_a(a2_ptr + at, k_step, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
                     total2 = tl.dot(x, tl.trans(a2), total2, input_precision="ieee")
             tl.store(part, total0, mask=inside[:, None])
-            tl.store(part + R_PAD, total1, mask=inside[:, None])
-            if SLICES > 2:
+            if JOINED:
+                tl.store(part + R_PAD, total1, mask=inside[:, None])
+            if JOINED and SLICES > 2:
                 tl.store(part + 2 * R_PAD, total2, mask=inside[:, None])
-        else:
-            piece = tl.program_id(2)
-            a_ptr = pick(piece, a0_ptr, a1_ptr, a2_ptr, SLICES) + at
-            for step in tl.range(0, STEPS, num_stages=STAGES):
-                k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
-                x = load_x(x_tile, k, inside, K, EVEN_K)
-                a = load_a(a_ptr, k, rank, K, R, R_PAD, HAS_RANKS, EVEN_K)
-                total0 = tl.dot(x, tl.trans(a), total0, input_precision="ieee")
-            tl.store(part + piece * R_PAD, total0, mask=inside[:, None])
+    else:
+        if PDL == 2:
+            gdc_wait()

@@ -13,6 +13,8 @@ from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_shrink.kernel import shrink_pairs_kernel
 
+JOINED_FROM_ROWS = 64
+"""Tokens a program takes from which it takes all slices, to read x once: with fewer, A is the most of what it reads."""
 MOST_JOINED_COLUMNS = 192
 """Of h over all slices: more would not fit one program's registers."""
 
@@ -65,7 +67,7 @@ def dense_shrink(
     if tiles.path == "list":
         check("token_list", "a list of the tokens for tiles of path list", token_list, holds=token_list is not None)
         assert token_list is not None
-        joined = slices > 1 and slices * padded_rank(rank) <= MOST_JOINED_COLUMNS
+        joined = slices > 1 and tiles.rows >= JOINED_FROM_ROWS and slices * padded_rank(rank) <= MOST_JOINED_COLUMNS
         shrink_list_kernel[(runs_of(token_list, tiles.rows), splits, 1 if joined else slices)](
             x, a0, a1, a2, partials, token_list.order, token_list.slots, token_list.starts, token_list.counts, ranks, num_tokens,
             token_list.num_groups, slots,
