@@ -43,6 +43,10 @@ def assert_right(work: WorkList, ids: torch.Tensor, adapters: torch.Tensor, enab
     assert num_tiles == tiles.shape[1] <= work.max_tiles
     assert torch.equal(work.tiles[:, :num_tiles].long(), tiles)
     assert torch.equal(work.order[: order.shape[0]].long(), order)
+    places = torch.full_like(work.places, -1)
+    places[order] = torch.arange(order.shape[0], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(work.places, places)
+    assert not bool(work.progress.any())
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 17, 300])
@@ -67,11 +71,19 @@ def test_a_list_longer_than_one_step_of_the_scan_carries_its_sums(monkeypatch: p
     assert_right(build_work_list(ids, adapters, num_adapters=3, num_experts=8, block_m=32), ids, adapters)
 
 
-def test_one_hot_cell_fills_tile_after_tile() -> None:
-    ids, adapters = torch.full((600, 1), 5, dtype=torch.int32, device=DEVICE), torch.full((600,), 1, dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize(("adapter", "expert"), [(0, 0), (1, 5), (1, 7), (-1, 3), (0, -1)])
+def test_one_hot_cell_fills_tile_after_tile(adapter: int, expert: int) -> None:
+    new = {"dtype": torch.int32, "device": DEVICE}
+    ids, adapters = torch.full((600, 1), expert, **new), torch.full((600,), adapter, **new)
     work = build_work_list(ids, adapters, num_adapters=2, num_experts=8, block_m=64)
     assert_right(work, ids, adapters)
-    assert int(work.num_tiles) == 10
+    assert int(work.num_tiles) == (10 if expert >= 0 else 0)
+
+
+def test_tokens_of_one_adapter_side_by_side_fill_whole_chunks() -> None:
+    adapters = torch.tensor([0, 1, -1], dtype=torch.int32, device=DEVICE).repeat_interleave(700)
+    ids = torch.zeros((2100, 1), dtype=torch.int32, device=DEVICE)
+    assert_right(build_work_list(ids, adapters, num_adapters=2, num_experts=1, block_m=64), ids, adapters)
 
 
 def test_the_last_adapter_of_a_full_set_is_listed_beside_base_tokens() -> None:

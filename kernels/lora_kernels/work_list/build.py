@@ -85,7 +85,8 @@ def build_work_list(
     places, progress = torch.empty(num_pairs, **new), torch.empty(progress_length(num_adapters), **new)
     starts = torch.empty(bins, dtype=torch.int64, device=topk_ids.device)
     if num_pairs == 0:
-        num_tiles.zero_()
+        for empty in (num_tiles, starts, progress):
+            empty.zero_()
     else:
         (entries, ranks), counts = torch.empty((2, num_chunks, CHUNK), **new), torch.empty((num_chunks, bins), **new)
         totals, finished = torch.empty(bins, **new), torch.empty(1, **new)

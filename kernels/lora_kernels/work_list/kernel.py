@@ -71,8 +71,8 @@ def sort_chunks_kernel(
     tl.store(entries + pair, entry)
     tl.debug_barrier()
     cell = entry // CHUNK
-    before = tl.load(entries + pair - 1, mask=lane > 0, other=-1) // CHUNK
-    after = tl.load(entries + pair + 1, mask=lane < CHUNK - 1, other=-1) // CHUNK
+    before = tl.load(entries + pair - 1, mask=lane > 0, other=-CHUNK) // CHUNK
+    after = tl.load(entries + pair + 1, mask=lane < CHUNK - 1, other=-CHUNK) // CHUNK
     rank = lane - tl.associative_scan(tl.where(cell != before, lane, 0), 0, _larger)
     tl.store(ranks + pair, rank)
     tl.store(counts + chunk * BINS + cell, rank + 1, mask=cell != after)
