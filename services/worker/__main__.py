@@ -62,6 +62,7 @@ def make_engine(settings: WorkerSettings, governor: Governor, cache_dir: Path) -
             is_unproven_wanted=settings.unproven,
             gpu_memory_fraction=settings.gpu_memory_fraction,
             host_tier_slots=settings.host_tier_slots,
+            shared_prefill_tokens=settings.shared_prefill_tokens,
             kv_cache_gib=settings.kv_cache_gib,
             cpu_threads=settings.cpu_threads,
             hash_cache=cache_dir / "hashes.json",

@@ -19,7 +19,7 @@ from shared.policy.admission_queue import AdmissionQueue
 from shared.policy.asks import Ask, AskState, TenantTerms
 from shared.policy.engine_room import EngineRoom, EngineShape, shape_of
 from shared.policy.fair_order import FairOrder
-from shared.policy.kv_ledger import KvLedger, KvShare, blocks_for
+from shared.policy.kv_ledger import KvLayout, KvLedger, KvShare
 
 log = structlog.get_logger()
 
@@ -51,7 +51,8 @@ class Admission:
 
     def use(self, limits: EngineLimits, shape: EngineShape | None = None) -> None:
         """Before anything is admitted."""
-        self._block_tokens = limits.kv_block_tokens or _UNKNOWN_BLOCK_TOKENS
+        whole = ((limits.kv_block_tokens or _UNKNOWN_BLOCK_TOKENS, 0),)
+        self._layout = KvLayout(tuple((group.block_tokens, group.most_tokens) for group in limits.kv_groups) or whole)
         self._block_bytes = limits.kv_block_bytes
         self._max_model_len = limits.max_model_len
         room = EngineRoom(shape or shape_of(limits.max_num_seqs, limits.max_batched_tokens))
@@ -122,7 +123,7 @@ class Admission:
         ask = Ask(
             (key, len(place.firsts), len(place.wave)),
             place.tenant_id,
-            kv_blocks=blocks_for(prompt_tokens, max_tokens, samples, self._block_tokens),
+            kv_blocks=self._layout.blocks(prompt_tokens, max_tokens, samples),
             seats=samples,
             prefill=self.queue.room.step_share(prompt_tokens, samples),
             prompt_tokens=prompt_tokens,

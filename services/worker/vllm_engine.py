@@ -21,7 +21,7 @@ from services.worker.vllm_loading import CALL_LIMIT_S, choose_loading
 from services.worker.vllm_setup import VllmSettings
 from shared.artifacts.base_model import describe_base
 from shared.artifacts.tensors import read_header
-from shared.contracts.base import BaseDescription, EngineLimits
+from shared.contracts.base import BaseDescription, EngineLimits, KvGroup
 from shared.contracts.workers import MemoryReport
 from shared.errors import StartFailed
 
@@ -219,17 +219,21 @@ class VllmEngine:
             log.info("engine.slot_bytes_differ", engine_bytes_per_rank=slots["bytes_per_rank"], described_bytes_per_rank=described)
         cache = engine.vllm_config.cache_config
         kv_bytes: int = (await engine.collective_rpc("tenantry_memory", timeout=60.0))[0]["kv_cache"]
+        groups = (await engine.collective_rpc("tenantry_kv_groups", timeout=60.0))[0]
+        scheduler = engine.vllm_config.scheduler_config
         self._limits = EngineLimits(
             slots=len(slots["slots"]),
             max_rank=slots["max_rank"],
             bytes_per_rank=slots["bytes_per_rank"],
             rank_classes=setup.rank_classes(self._settings, slots["max_rank"]),
             max_model_len=model.max_model_len,
-            max_num_seqs=engine.vllm_config.scheduler_config.max_num_seqs,
+            max_num_seqs=scheduler.max_num_seqs,
             endpoints=vllm_app.endpoints(tasks),
             kv_blocks=cache.num_gpu_blocks or 0,
             kv_block_tokens=cache.block_size if cache.num_gpu_blocks else 0,
             kv_block_bytes=kv_bytes // cache.num_gpu_blocks if cache.num_gpu_blocks else 0,
+            kv_groups=tuple(KvGroup(**group) for group in groups),
+            max_batched_tokens=scheduler.max_num_batched_tokens,
         )
         self._app = client.closing(vllm_app.only(self._limits.endpoints, app))
 

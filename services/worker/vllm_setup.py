@@ -24,6 +24,7 @@ log = structlog.get_logger()
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 PLUGIN = "tenantry_lora_kernels"
 EXTENSION = "services.worker.vllm_slots.WorkerExtension"
+SCHEDULER = "services.worker.vllm_scheduler.tenant_scheduler"
 OLDEST, NEWEST = (0, 26), (0, 33)
 GIB = 1024**3
 PROCESSES_BYTES = 2 * GIB  # three processes with torch loaded
@@ -52,6 +53,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     parallel: Parallel = Parallel()
     is_unproven_wanted: bool = False  # starts parallel sizes that were never run on a card
     gpu_memory_fraction: float = 0.9  # of the card, for weights, slots, KV cache and all the rest
+    shared_prefill_tokens: int = 0  # of one prompt in a step that tenants share; 0: engine_room's default
     kv_cache_gib: int = 1  # on a CPU
     cpu_threads: int = 0  # 0: one on up to two cores, else vLLM's own choice
     host_tier_slots: int = 8  # packed adapters kept in host memory; 0: adapters are loaded in the engine's loop
@@ -227,6 +229,8 @@ def start_engine(vllm: VllmModules, settings: VllmSettings, folder: Path, descri
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,
+        "scheduler_cls": SCHEDULER,
+        "long_prefill_token_threshold": settings.shared_prefill_tokens,
     }
     if settings.max_model_len:
         arguments["max_model_len"] = settings.max_model_len

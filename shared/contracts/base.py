@@ -36,6 +36,13 @@ class BaseDescription(msgspec.Struct, frozen=True, kw_only=True):
         return self.identity.rsplit("@", 1)[-1]
 
 
+class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that keep one sequence's keys and values in blocks of their own, out of the one pool."""
+
+    block_tokens: int
+    most_tokens: int = 0  # of a sequence that they keep at once (a sliding window and what one step adds); 0: all
+
+
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker's engine can hold. Slots are preallocated: their bytes are charged whatever an adapter's true size."""
 
@@ -49,4 +56,5 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int = 0  # of the KV cache; 0: unknown
     kv_block_tokens: int = 0
     kv_block_bytes: int = 0  # over all layers
+    kv_groups: tuple[KvGroup, ...] = ()  # empty: one, of kv_block_tokens, that keeps whole sequences
     max_batched_tokens: int = 0  # prefill and decode tokens of one step

@@ -27,13 +27,25 @@ class KvShare(msgspec.Struct, frozen=True):
         return self.blocks or 0
 
 
-def blocks_for(prompt_tokens: int, new_tokens: int, samples: int, block_tokens: int) -> int:
-    """Blocks that the sequences of one prompt may come to hold.
+class KvLayout(msgspec.Struct, frozen=True):
+    """What a sequence takes of the pool. `groups`: layers with blocks of their own, (tokens of a block, most tokens kept; 0: all)."""
 
-    Every sample counts its whole prompt: samples share a prompt's full blocks only when the prefix cache happens to have them
-    before the next sample is scheduled, and never the last, partly filled one. A reservation must hold without luck.
-    """
-    return samples * -(-(prompt_tokens + new_tokens) // block_tokens)
+    groups: tuple[tuple[int, int], ...]
+
+    def blocks(self, prompt_tokens: int, new_tokens: int, samples: int) -> int:
+        """Blocks that the samples of one prompt may come to hold.
+
+        Every sample counts its whole prompt: samples share a prompt's full blocks only when the prefix cache happens to have them
+        before the next sample is scheduled, and never the last, partly filled one. A reservation must hold without luck.
+        """
+        tokens = prompt_tokens + new_tokens
+        each = 0
+        for block_tokens, most_tokens in self.groups:
+            if most_tokens and most_tokens < tokens:
+                each += -(-most_tokens // block_tokens) + 1  # a window begins anywhere in its first block
+            else:
+                each += -(-tokens // block_tokens)
+        return samples * each
 
 
 class KvLedger:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from shared.policy.kv_ledger import Fit, KvLedger, KvShare, blocks_for
+from shared.policy.kv_ledger import Fit, KvLayout, KvLedger, KvShare
 
 
 def ledger(blocks: int = 100, **shares: KvShare) -> KvLedger:
@@ -20,7 +20,14 @@ def ledger(blocks: int = 100, **shares: KvShare) -> KvLedger:
     [(1, 0, 1, 1), (16, 0, 1, 1), (16, 1, 1, 2), (15, 1, 1, 1), (100, 28, 4, 32), (0, 1, 3, 3)],
 )
 def test_every_sample_counts_its_whole_prompt_and_rounds_up_to_blocks(prompt: int, new: int, samples: int, blocks: int) -> None:
-    assert blocks_for(prompt, new, samples, 16) == blocks
+    assert KvLayout(((16, 0),)).blocks(prompt, new, samples) == blocks
+
+
+def test_layers_with_a_window_keep_no_more_than_the_window_and_a_step() -> None:
+    layout = KvLayout(((16, 0), (16, 160)))
+    assert layout.blocks(100, 28, 1) == 8 + 8
+    assert layout.blocks(1000, 24, 2) == 2 * (64 + 11)
+
 
 
 def test_a_tenant_holds_its_share_and_not_a_block_more() -> None:

@@ -123,6 +123,8 @@ class Arguments:
     disable_log_stats: bool = False
     use_tqdm_on_load: bool = True
     worker_extension_cls: str = ""
+    scheduler_cls: str = ""
+    long_prefill_token_threshold: int = 0
     max_model_len: int = 0
     block_size: int = 0
     enforce_eager: bool = False
