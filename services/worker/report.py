@@ -17,7 +17,6 @@ from shared.contracts.workers import AdapterUse, MemoryReport, WorkerReport, enc
 log = structlog.get_logger()
 
 _SPEED_WINDOW = 5  # reports
-_MEMORY_EVERY = 3  # reports
 
 
 class Reporter:
@@ -44,20 +43,23 @@ class Reporter:
         self._loop = asyncio.get_running_loop()
 
     async def run(self, interval_s: float = 1.0) -> None:
-        """Runs until cancelled."""
-        subject = report_subject(self._me.worker_id)
-        count = 0
-        while True:
-            if count % _MEMORY_EVERY == 0:
+        """Runs until cancelled. A report never waits for the engine: one that is busy for long is no dead worker."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_memory(interval_s))
+            subject = report_subject(self._me.worker_id)
+            while True:
                 try:
-                    self._memory = await self._engine.memory()
-                except Exception as error:  # noqa: BLE001  a dying engine; its death is noticed elsewhere
-                    log.debug("report.no_memory", reason=type(error).__name__)
-            count += 1
+                    await self._bus.publish(subject, encode(self.report(self._loop.time())))
+                except BusUnavailable as error:
+                    log.debug("report.not_sent", error=error.message)
+                await asyncio.sleep(interval_s)
+
+    async def _watch_memory(self, interval_s: float) -> None:
+        while True:
             try:
-                await self._bus.publish(subject, encode(self.report(self._loop.time())))
-            except BusUnavailable as error:
-                log.debug("report.not_sent", error=error.message)
+                self._memory = await self._engine.memory()
+            except Exception as error:  # noqa: BLE001  a dying engine; its death is noticed elsewhere
+                log.debug("report.no_memory", reason=type(error).__name__)
             await asyncio.sleep(interval_s)
 
     def report(self, now_s: float) -> WorkerReport:
