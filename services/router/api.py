@@ -1,7 +1,7 @@
 """The data plane: one bare ASGI callable from a client's bytes to the worker's bytes.
 
-Reads of the body only `model` and `stream`; resolves once; passes answers through untouched. A status line goes out with
-the first body piece, so that everything before it can still be a real status.
+Reads of the body only what peek.py names; resolves once; charges the tenant's budgets; passes answers through untouched. A
+status line goes out with the first body piece, so that everything before it can still be a real status.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from services.router.asgi import Headers, Receive, Scope, Send, answer_whole
+from services.router.charge import Charge
 from services.router.deliver import deliver
 from services.router.dispatch import Dispatcher
 from services.router.exchange import Exchange
@@ -17,6 +18,8 @@ from services.router.freshness import Freshness
 from services.router.metrics import Metrics
 from services.router.models import list_models, show_model
 from services.router.openai import BodyTooSlow, MethodNotAllowed, body_of, retry_after_of, status_of
+from services.router.peek import peek, tokens_asked
+from services.router.rates import Rates
 from services.router.request_ids import RequestIds
 from services.router.resolve import authenticate, resolve, secret_of
 from services.router.routes import RouteTable
@@ -43,22 +46,12 @@ _MODELS_PATH = "/v1/models"
 _QUERY_LIMIT_BYTES = 8 * 1024  # it travels with the body in one message
 
 
-class Peek(msgspec.Struct, gc=False):
-    """All that the router reads of a body."""
-
-    model: str | None = None
-    stream: bool | None = None
-
-
 class RequestHead(msgspec.Struct, gc=False):
     """`declared_bytes` of the body; -1: not declared."""
 
     authorization: str
     x_api_key: str
     declared_bytes: int
-
-
-_peek = msgspec.json.Decoder(Peek).decode
 
 
 class DataPlane:
@@ -70,6 +63,7 @@ class DataPlane:
         table: RouteTable,
         freshness: Freshness,
         usage: Usage,
+        rates: Rates,
         metrics: Metrics,
         settings: RouterSettings,
     ) -> None:
@@ -78,6 +72,7 @@ class DataPlane:
         self._table = table
         self._freshness = freshness
         self._usage = usage
+        self._rates = rates
         self._metrics = metrics
         self._settings = settings
         self._ids = RequestIds()
@@ -133,16 +128,18 @@ class DataPlane:
             exchange.body = await self._read_body(receive, head.declared_bytes)
         else:
             exchange.body = await self._body_in_time(receive, head.declared_bytes)
-        try:
-            peeked = _peek(exchange.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"the body is not a JSON object of this endpoint: {error}") from error
+        peeked = peek(exchange.body)
         exchange.model = peeked.model or ""
         exchange.stream = bool(peeked.stream)
         route = resolve(self._table, exchange.secret, exchange.mark, exchange.model)
         exchange.route = route
         if not any(not worker.limits.endpoints or path in worker.limits.endpoints for worker in route.workers):
             raise EndpointNotSupported(f"the engine of this pool does not serve {path}", path=path)
+        tenant = self._table.tenants.get(route.handle.tenant)
+        if tenant is not None:
+            limits = tenant.limits
+            tokens = 0 if limits.tokens_per_minute is None else tokens_asked(peeked, path, len(exchange.body), limits, route)
+            exchange.charge = await self._rates.admit(tenant.tenant_id, limits, tokens, exchange.started_s)
         await self._dispatcher.serve(exchange, lambda answer: deliver(exchange, answer, send))
 
     def _read_head(self, exchange: Exchange, scope: Scope) -> RequestHead:
@@ -237,6 +234,8 @@ class DataPlane:
         await answer_whole(send, exchange.status, body_of(error, exchange.path, exchange.request_id), headers)
 
     def _finish(self, exchange: Exchange, now_s: float) -> None:
+        if exchange.charge is not None:
+            self._rates.settle(exchange.charge, _tokens_used(exchange, exchange.charge), now_s)
         handle = exchange.handle
         tenant = handle.tenant if handle else ""
         model = handle.public_model if handle else ""
@@ -276,6 +275,16 @@ class DataPlane:
             first_byte_ms=round(first_byte_s * 1000.0, 2),
             sent_bytes=exchange.delivered_bytes,
         )
+
+
+def _tokens_used(exchange: Exchange, charge: Charge) -> int:
+    """What the engine counted; of an answer that was cut off, what was charged or, if more, what the client got."""
+    totals = exchange.totals
+    if totals is not None:
+        return totals.prompt_tokens + totals.completion_tokens
+    if exchange.first_byte_s or exchange.outcome == "client_gone":
+        return max(charge.tokens, exchange.delivered_events)
+    return 0
 
 
 def _label(value: bytes) -> str:

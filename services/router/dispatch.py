@@ -226,6 +226,7 @@ class Dispatcher:
         if self.answers.get(answer.request_id) is answer:
             del self.answers[answer.request_id]
         exchange.answer = None
+        exchange.totals = answer.totals
         self.fleet.peer(answer.worker_id).open -= 1
         if answer.ended:
             if answer.next_seq:

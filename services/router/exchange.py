@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+from services.router.charge import Charge
 from services.router.resolve import Route
 from services.router.streams import Answer
-from shared.contracts.inference import Handle
+from shared.contracts.inference import Handle, Totals
 from shared.errors import Cancelled
 
 
@@ -15,6 +16,7 @@ class Exchange:
         "answer",
         "attempts",
         "body",
+        "charge",
         "client_label",
         "delivered_bytes",
         "delivered_events",
@@ -32,6 +34,7 @@ class Exchange:
         "started_s",
         "status",
         "stream",
+        "totals",
         "worker_id",
         "write_piece",
     )
@@ -50,6 +53,8 @@ class Exchange:
         self.route: Route | None = None
         self.answer: Answer | None = None  # of the attempt that runs
         self.attempts = 0
+        self.charge: Charge | None = None
+        self.totals: Totals | None = None  # of the attempt that ended
         self.worker_id = ""
         self.gone = False
         self.hang_up: Callable[[], None] | None = None  # cuts the client's connection

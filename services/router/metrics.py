@@ -47,6 +47,7 @@ class Metrics(Collector):
         self.resends = 0
         self.redispatches = 0
         self.usage_dropped = 0
+        self.rate_refusals: dict[str, int] = {}  # by kind
         self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
 
     def request_done(self, tenant: str, model: str, path: str, status: int, duration_s: float, first_byte_s: float, sent: int) -> None:
@@ -65,6 +66,10 @@ class Metrics(Collector):
         for (tenant, model, path, status), count in self.requests.items():
             requests.add_metric([tenant, model, path, str(status)], count)
         yield requests
+        refusals = CounterMetricFamily("tenantry_rate_refusals", "Requests beyond a tenant's budget of the minute.", labels=["kind"])
+        for kind, count in self.rate_refusals.items():
+            refusals.add_metric([kind], count)
+        yield refusals
         for name, text, found in (
             ("tenantry_request_seconds", "From the request's head to its end.", self.duration),
             ("tenantry_first_byte_seconds", "From the request's head to the first body byte sent.", self.first_byte),

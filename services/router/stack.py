@@ -12,6 +12,7 @@ from services.router.dispatch import Dispatcher
 from services.router.fleet import Fleet
 from services.router.freshness import Doubt, Freshness
 from services.router.metrics import Metrics
+from services.router.rates import Rates
 from services.router.routes import RouteTable
 from services.router.server import Server, listen, make_server
 from services.router.settings import RouterSettings
@@ -39,6 +40,7 @@ class Router:
         self.metrics = Metrics()
         self.mirror: Mirror | None = None
         self.freshness: Freshness | None = None
+        self.rates: Rates | None = None
         self._listener: socket.socket | None = None
 
     def listen(self) -> int:
@@ -54,14 +56,15 @@ class Router:
         usage = Usage(dispatcher, self.metrics)
         settings = self.settings
         freshness = self.freshness = Freshness(bus, HEARTBEAT_KEY, self._rebuild, settings.watch_silence_s, settings.stale_after_s)
-        plane = DataPlane(dispatcher, self.table, freshness, usage, self.metrics, self.settings)
+        rates = self.rates = Rates(dispatcher, self.table.clock, self.metrics)
+        plane = DataPlane(dispatcher, self.table, freshness, usage, rates, self.metrics, self.settings)
         admin = make_admin_plane(bus, self.table, freshness, self.fleet, self.settings)
         app = App(plane, admin, freshness, bus, Gate(self.metrics.answer, self.settings.admin_key_sha256))
         server = make_server(app, self.settings.grace_s)
-        self._gauges(plane, usage, freshness, bus)
+        self._gauges(plane, usage, rates, freshness, bus)
         await dispatcher.start()
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(tender.run()), tasks.create_task(usage.run())]
+            background = [tasks.create_task(task) for task in (tender.run(), usage.run(), rates.run())]
             background.append(tasks.create_task(self._follow(bus, freshness, tasks, background)))
             serving = tasks.create_task(server.serve(sockets=[self._listener]))
             log.info("router.started", router_id=self.router_id, host=self.settings.host, port=self._listener.getsockname()[1])
@@ -70,6 +73,7 @@ class Router:
             log.info("router.stopping", reason=stop.reason, active=plane.active)
             app.stopping = True
             await self._drain(server, serving, plane, dispatcher)
+            await rates.stop()
             await usage.flush(2.0)
             await end(background)
         await bus.close()
@@ -114,11 +118,12 @@ class Router:
         if self.mirror is not None:
             self.mirror.rebuild()
 
-    def _gauges(self, plane: DataPlane, usage: Usage, freshness: Freshness, bus: Bus) -> None:
+    def _gauges(self, plane: DataPlane, usage: Usage, rates: Rates, freshness: Freshness, bus: Bus) -> None:
         loop = asyncio.get_running_loop()
         gauge = self.metrics.gauge
         gauge("tenantry_requests_active", "Requests inside.", lambda: plane.active)
         gauge("tenantry_usage_waiting", "Outcomes that the usage stream has not confirmed.", lambda: usage.waiting)
+        gauge("tenantry_rate_leases", "Budgets of tenants that this router holds a part of.", lambda: rates.leased)
         gauge("tenantry_routes_age_seconds", "Since the routes were last known to be current.", lambda: freshness.age_s(loop.time()))
         gauge("tenantry_registry_down", "1 while the heartbeat stands still.", lambda: float(freshness.doubt is Doubt.REGISTRY_DOWN))
         gauge("tenantry_watch_rebuilds", "Watches made anew.", lambda: self.mirror.rebuilds if self.mirror else 0)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shared.contracts import adapters, admin, state, tenancy, workers
+from shared.contracts import adapters, admin, rates, state, tenancy, workers
 from shared.contracts.subjects import ROOT, token
 
 
@@ -82,6 +82,7 @@ ROUTER = Permissions(
         f"{ROOT}.control.>",
         f"{ROOT}.worker.ping.>",
         f"{ROOT}.usage.router.>",
+        *rates.RATES_SUBJECTS,
         admin.ADMIN_SUBJECT,
         *_read_bucket(state.STATE_BUCKET),
         *_write_objects(adapters.STAGING_BUCKET),

@@ -1,0 +1,267 @@
+"""Requests and tokens per minute: charged to leases in memory, which are taken from the cluster's counters in blocks ahead of need.
+
+A request waits only where this router's lease is spent and more may be had, and then at most for one answer of the bus. A
+router that cannot reach the counters serves from what it holds, then refuses.
+"""
+
+import asyncio
+from collections import deque
+
+import msgspec
+import structlog
+
+from services.router.charge import Charge
+from services.router.clock import ClusterClock
+from services.router.dispatch import Dispatcher
+from services.router.metrics import Metrics
+from shared.bus import INCREMENT_HEADER, BusUnavailable, Message, decode_moved
+from shared.contracts.rates import REQUESTS, TOKENS, rate_subject
+from shared.contracts.tenancy import TenantLimits
+from shared.errors import RequestRateExceeded, TenantryError, TokenRateExceeded
+from shared.policy.rate_budget import Lease
+
+log = structlog.get_logger()
+
+_TICK_S = 0.1
+_WAIT_S = 0.25  # of a request for a block
+_LOST_S = 2.0  # after which an ask is taken for lost
+_FORGET_S = 30.0  # after which a late answer is not looked for any more
+
+
+class _Ask(msgspec.Struct):
+    """A block on its way. `tenant_id`, `kind` name the counter."""
+
+    tenant_id: str
+    kind: str
+    minute: int
+    amount: int
+    sent_s: float
+    lost: bool = False
+
+
+class Account:
+    """One tenant's budget of one kind, here."""
+
+    __slots__ = ("kind", "lease", "tenant_id", "waiters")
+
+    def __init__(self, tenant_id: str, kind: str, lease: Lease) -> None:
+        self.tenant_id = tenant_id
+        self.kind = kind
+        self.lease = lease
+        self.waiters: deque[asyncio.Future[None]] = deque()
+
+
+class Rates:
+    def __init__(self, dispatcher: Dispatcher, clock: ClusterClock, metrics: Metrics) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._metrics = metrics
+        self._accounts: dict[str, dict[str, Account]] = {REQUESTS: {}, TOKENS: {}}  # by kind, by tenant_id
+        self._asks: dict[str, _Ask] = {}  # by number
+        self._returns: dict[tuple[str, str, int], int] = {}  # by counter
+        self._number = 0
+        self._stopping = False
+        dispatcher.on_side("rate", self._answered)
+
+    async def admit(self, tenant_id: str, limits: TenantLimits, tokens: int, now_s: float) -> Charge | None:
+        """Charges one request and `tokens`; None where the tenant has no budget of tokens.
+
+        :raises RequestRateExceeded: :raises TokenRateExceeded: nothing is charged then.
+        """
+        requests_limit, tokens_limit = limits.requests_per_minute, limits.tokens_per_minute
+        if requests_limit is None and tokens_limit is None:
+            return None
+        minute = self._minute()
+        if requests_limit is not None:
+            account = self._account(REQUESTS, tenant_id, requests_limit, minute, now_s)
+            if not account.lease.take(minute, now_s, 1):
+                await self._wait(account, 1)
+        if tokens_limit is None:
+            return None
+        account = self._account(TOKENS, tenant_id, tokens_limit, minute, now_s)
+        if not account.lease.take(minute, now_s, tokens):
+            try:
+                await self._wait(account, tokens)
+            except TenantryError:
+                if requests_limit is not None:
+                    self._account(REQUESTS, tenant_id, requests_limit, minute, now_s).lease.settle(minute, self._minute(), 1, 0)
+                raise
+        return Charge(tenant_id, tokens_limit, account.lease.minute, tokens)
+
+    def settle(self, charge: Charge, used: int, now_s: float) -> None:
+        """`used` tokens, in the end. Once per charge."""
+        minute = self._minute()
+        self._account(TOKENS, charge.tenant_id, charge.limit, minute, now_s).lease.settle(charge.minute, minute, charge.tokens, used)
+
+    async def run(self) -> None:
+        """Runs until cancelled: blocks ahead of need, and back what is not needed."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                await self._tend(loop.time())
+            except BusUnavailable as error:
+                log.warning("rates.not_sent", error=error.message)
+
+    async def stop(self) -> None:
+        """Everything unspent goes back to the other routers."""
+        self._stopping = True
+        for accounts in self._accounts.values():
+            for account in accounts.values():
+                self._return(account.tenant_id, account.kind, account.lease.minute, account.lease.give_up())
+        try:
+            await self._send_returns()
+        except BusUnavailable as error:
+            log.warning("rates.not_given_back", error=error.message)
+
+    @property
+    def leased(self) -> int:
+        """Accounts that this router holds something of."""
+        return sum(len(accounts) for accounts in self._accounts.values())
+
+    def account(self, kind: str, tenant_id: str) -> "Account | None":
+        """What this router holds of one budget."""
+        return self._accounts[kind].get(tenant_id)
+
+    def _minute(self) -> int:
+        return int(self._clock.unix_s() // 60)
+
+    def _account(self, kind: str, tenant_id: str, limit: int, minute: int, now_s: float) -> Account:
+        account = self._accounts[kind].get(tenant_id)
+        if account is None:
+            account = self._accounts[kind][tenant_id] = Account(tenant_id, kind, Lease(limit, minute, now_s))
+        elif account.lease.limit != limit:
+            self._return(tenant_id, kind, account.lease.minute, account.lease.relimit(limit))
+        return account
+
+    async def _wait(self, account: Account, amount: int) -> None:
+        """Until the amount is taken.
+
+        :raises RequestRateExceeded: :raises TokenRateExceeded: it cannot be had in this minute, or not in time.
+        """
+        loop = asyncio.get_running_loop()
+        lease = account.lease
+        until_s = loop.time() + _WAIT_S
+        while True:
+            now_s = loop.time()
+            if now_s >= until_s or self._stopping or not self._dispatcher.bus.connected or not lease.may_come(amount, now_s):
+                raise self._refusal(account, amount)
+            waiter: asyncio.Future[None] = loop.create_future()
+            account.waiters.append(waiter)
+            lease.waiting += amount
+            try:
+                await self._ask_for(account, now_s)
+                async with asyncio.timeout(until_s - now_s):
+                    await waiter
+            except TimeoutError:
+                pass
+            except BusUnavailable:
+                raise self._refusal(account, amount) from None
+            finally:
+                lease.waiting -= amount
+                if waiter in account.waiters:
+                    account.waiters.remove(waiter)
+            if lease.take(self._minute(), loop.time(), amount):
+                return
+
+    def _refusal(self, account: Account, amount: int) -> TenantryError:
+        lease = account.lease
+        self._metrics.rate_refusals[account.kind] = self._metrics.rate_refusals.get(account.kind, 0) + 1
+        retry_after_s = round(60.0 - self._clock.unix_s() % 60.0, 3)
+        fields = {"asked": amount, "held": lease.held, "limit": lease.limit, "retry_after_s": retry_after_s}
+        if account.kind == REQUESTS:
+            return RequestRateExceeded(f"the tenant's {lease.limit} requests of this minute are used up", **fields)
+        if amount > lease.limit:
+            return TokenRateExceeded(
+                f"the request may take {amount} tokens, more than the tenant's {lease.limit} of a whole minute: ask for fewer", **fields
+            )
+        return TokenRateExceeded(
+            f"the request may take {amount} tokens; {lease.held} of the tenant's {lease.limit} of this minute are taken", **fields
+        )
+
+    async def _tend(self, now_s: float) -> None:
+        for number in [number for number, ask in self._asks.items() if now_s - ask.sent_s > _LOST_S]:
+            self._give_up_on(number, now_s)
+        minute = self._minute()
+        connected = self._dispatcher.bus.connected
+        for accounts in self._accounts.values():
+            for account in list(accounts.values()):
+                lease = account.lease
+                if connected:
+                    await self._ask_for(account, now_s)
+                    self._return(account.tenant_id, account.kind, minute, lease.surplus(now_s))
+                if lease.is_over(now_s):
+                    del accounts[account.tenant_id]
+        if connected:
+            await self._send_returns()
+
+    async def _ask_for(self, account: Account, now_s: float) -> None:
+        """A block, if one is wanted and none is on its way."""
+        minute = self._minute()
+        amount = account.lease.want(minute, now_s)
+        if not amount:
+            return
+        account.lease.ask(amount)
+        self._number += 1
+        number = str(self._number)
+        self._asks[number] = _Ask(account.tenant_id, account.kind, minute, amount, now_s)
+        reply = self._dispatcher.side_subject("rate", number)
+        await self._move(account.tenant_id, account.kind, minute, amount, reply)
+
+    def _return(self, tenant_id: str, kind: str, minute: int, amount: int) -> None:
+        """Goes back with the next tick, if the minute is not over then."""
+        if amount:
+            counter = (tenant_id, kind, minute)
+            self._returns[counter] = self._returns.get(counter, 0) + amount
+
+    async def _send_returns(self) -> None:
+        """Each once and never again: twice would be a gain."""
+        returns, self._returns = self._returns, {}
+        this_minute = self._minute()
+        for (tenant_id, kind, minute), amount in returns.items():
+            if minute == this_minute:
+                await self._move(tenant_id, kind, minute, -amount)
+
+    async def _move(self, tenant_id: str, kind: str, minute: int, amount: int, reply: str = "") -> None:
+        subject = rate_subject(tenant_id, kind, minute)
+        await self._dispatcher.bus.publish(subject, b"", reply, {INCREMENT_HEADER: f"{amount:+d}"})
+
+    def _give_up_on(self, number: str, now_s: float) -> None:
+        ask = self._asks[number]
+        if now_s - ask.sent_s > _FORGET_S:
+            del self._asks[number]
+        if ask.lost:
+            return
+        ask.lost = True
+        account = self._accounts[ask.kind].get(ask.tenant_id)
+        if account is not None:
+            account.lease.lost(ask.minute, now_s)
+            self._wake(account)
+        log.warning("rates.no_answer", tenant_id=ask.tenant_id, kind=ask.kind, amount=ask.amount)
+
+    def _answered(self, number: str, message: Message) -> None:
+        ask = self._asks.get(number)
+        if ask is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        try:
+            moved = decode_moved(message.data) if message.status != "503" else None
+        except msgspec.MsgspecError as error:
+            log.warning("rates.answer_unreadable", error=str(error))
+            moved = None
+        if moved is None or moved.error is not None or not moved.val:  # the counter did not move, or nobody knows
+            self._give_up_on(number, now_s)
+            self._asks.pop(number, None)
+            return
+        del self._asks[number]
+        account = self._accounts[ask.kind].get(ask.tenant_id)
+        back = ask.amount
+        if account is not None and not ask.lost:
+            back = account.lease.granted(ask.minute, ask.amount, int(moved.val), now_s)
+            self._wake(account)
+        self._return(ask.tenant_id, ask.kind, ask.minute, back)
+
+    def _wake(self, account: Account) -> None:
+        for waiter in account.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
