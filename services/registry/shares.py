@@ -25,6 +25,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 _AT_ONCE = 16  # writes under way
+_GATEWAY = Tenant(tenant_id=tenancy.GATEWAY_TENANT, name=tenancy.GATEWAY_TENANT)
 
 
 class Decoded(Generic[T]):
@@ -63,7 +64,7 @@ class SharesService:
 
     async def settle_pool(self, pool_id: str) -> None:
         """Every tenant's entry names the pool's present workers: before a worker that said hello is told that it may serve."""
-        waiting = iter(await self._store.present_tenants())
+        waiting = iter([_GATEWAY, *await self._store.present_tenants()])
         while some := list(islice(waiting, _AT_ONCE)):
             async with asyncio.TaskGroup() as group:
                 for tenant in some:
@@ -111,7 +112,7 @@ class SharesService:
             workers = {worker_id: worker.incarnation for worker_id, worker in pool.workers.items()}
             standing = tuple(workers.items())
             uses = self._reports.uses(pool)
-            for tenant_revision, tenant in tenants.values():
+            for tenant_revision, tenant in [(0, _GATEWAY), *tenants.values()]:
                 key = tenancy.shares_key(pool.pool_id, tenant.tenant_id)
                 wanted.add(key)
                 revision, known = shares.get(key, (0, None))

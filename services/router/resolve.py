@@ -12,6 +12,7 @@ from services.router.routes import PoolRoutes, RouteTable
 from shared.contracts.adapters import Mount, PoolWorker
 from shared.contracts.inference import Handle
 from shared.contracts.state import ApiKey, RoutingDefault, Scope, Tenant
+from shared.contracts.tenancy import GATEWAY_TENANT
 from shared.errors import (
     AdapterNotFound,
     AdapterNotReady,
@@ -26,7 +27,6 @@ from shared.errors import (
 )
 from shared.policy.lifecycle import AdapterState
 
-GATEWAY_TENANT = "_gateway"  # accounts base traffic of gateway requests that carry no tenant mark
 _COMING = frozenset({AdapterState.ADMITTED, AdapterState.LOADING})
 _GATEWAY = Tenant(tenant_id=GATEWAY_TENANT, name=GATEWAY_TENANT)
 

@@ -7,6 +7,7 @@ by compare-and-set; each worker's governor enforces its own. What a worker was t
 import msgspec
 
 SHARES_PREFIX = "shares."
+GATEWAY_TENANT = "_gateway"  # base traffic of gateway requests that carry no tenant mark; it has shares like a tenant, and no limits
 
 
 def shares_key(pool_id: str, tenant_id: str) -> str:

@@ -16,6 +16,7 @@ from nats.aio.client import Client
 
 from services.cli.nats_users import service_users, tenant_users
 from shared.bus import (
+    INCREMENT_HEADER,
     Bucket,
     Bus,
     BusSettings,
@@ -24,6 +25,9 @@ from shared.bus import (
     Message,
     Mirror,
     connect,
+    counted,
+    decode_moved,
+    ensure_counters,
     ensure_stream,
     open_bucket,
     open_objects,
@@ -31,7 +35,7 @@ from shared.bus import (
     read_last,
 )
 from shared.bus.embedded import EmbeddedNats
-from shared.contracts import adapters, admin, inference, state, usage, workers
+from shared.contracts import adapters, admin, inference, rates, state, tenancy, usage, workers
 from tests.waiting import until
 
 PASSWORDS = {name: f"{name}-secret" for name in ("router", "registry", "worker", "supervisor")}
@@ -102,6 +106,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     await ensure_stream(registry, adapters.EVENTS_STREAM, adapters.EVENTS_SUBJECTS)
     await ensure_stream(registry, adapters.ONBOARD_STREAM, adapters.ONBOARD_SUBJECTS)
     await ensure_stream(registry, usage.USAGE_STREAM, usage.USAGE_SUBJECTS)
+    await ensure_counters(registry, rates.RATES_STREAM, rates.RATES_SUBJECTS, rates.KEPT_S)
     yield made
     await made.close()
     await server.stop()
@@ -166,6 +171,11 @@ async def test_a_router_does_its_work_without_a_refusal(rig: Rig, tmp_path: Path
     await heard(router, inference.answer_subject("r1"), lambda: worker.publish(inference.answer_subject("r1"), b"frame"))
     await heard(router, workers.report_subject("w1"), lambda: worker.publish(workers.report_subject("w1"), b"report"))
     await publish_durable(router, usage.router_usage_subject("r1"), b"outcome")
+    counter = rates.rate_subject(SALES, rates.REQUESTS, 7)
+    own = f"{inference.answer_subject('r1')}.rate.1"
+    moved = await heard(router, own, lambda: router.publish(counter, b"", own, {INCREMENT_HEADER: "+3"}))
+    assert decode_moved(moved.data).val == "3"
+    assert await counted(registry, rates.RATES_STREAM, counter) == 3
     assert rig.refusals == {"registry": [], "worker": [], "router": []}
 
 
@@ -176,6 +186,11 @@ async def test_a_router_cannot_write_the_state_or_command_workers(rig: Rig) -> N
         adapters.load_subject("w1"),
         adapters.ack_subject("loaded", "w1"),
         "$O.tenantry_artifacts.M.x",
+        f"$KV.tenantry_state.{tenancy.shares_key('main', SALES)}",
+        f"$JS.API.STREAM.PURGE.{rates.RATES_STREAM}",
+        f"$JS.API.STREAM.UPDATE.{rates.RATES_STREAM}",
+        f"$JS.API.STREAM.DELETE.{rates.RATES_STREAM}",
+        f"$JS.API.STREAM.MSG.DELETE.{rates.RATES_STREAM}",
     ):
         await refused(rig, router._client, "router", lambda subject=subject: router.publish(subject, b"x"))
 
@@ -207,7 +222,14 @@ async def test_a_worker_does_its_work_without_a_refusal(rig: Rig, tmp_path: Path
 
 async def test_a_worker_cannot_write_state_or_artifacts_or_manage(rig: Rig) -> None:
     worker = await rig.service("worker")
-    for subject in ("$KV.tenantry_state.pool.main", "$O.tenantry_artifacts.M.x", admin.ADMIN_SUBJECT, adapters.onboard_subject(SALES)):
+    for subject in (
+        "$KV.tenantry_state.pool.main",
+        f"$KV.tenantry_state.{tenancy.shares_key('main', SALES)}",
+        "$O.tenantry_artifacts.M.x",
+        admin.ADMIN_SUBJECT,
+        adapters.onboard_subject(SALES),
+        rates.rate_subject(SALES, rates.TOKENS, 7),
+    ):
         await refused(rig, worker._client, "worker", lambda subject=subject: worker.publish(subject, b"x"))
 
 
@@ -222,6 +244,14 @@ async def test_a_worker_reads_pools_and_neither_tenants_nor_keys(rig: Rig) -> No
             async with bucket.watch(keys):
                 pass
     assert len(rig.refusals["worker"]) == 4
+
+
+async def test_a_worker_watches_its_pools_shares_without_a_refusal(rig: Rig) -> None:
+    registry, worker = await rig.service("registry"), await rig.service("worker")
+    written, own = await open_bucket(registry, state.STATE_BUCKET), await open_bucket(worker, state.STATE_BUCKET)
+    key = tenancy.shares_key("main", SALES)
+    await mirrored(worker, own, key, lambda: written.put(key, b"{}"), f"{tenancy.SHARES_PREFIX}main.*")
+    assert rig.refusals["worker"] == []
 
 
 async def test_a_registry_does_its_work_without_a_refusal(rig: Rig, tmp_path: Path) -> None:
@@ -284,6 +314,9 @@ NOT_THEIRS = [
     f"$O.{adapters.ARTIFACTS_BUCKET}.M.x",
     f"$O.{adapters.STAGING_BUCKET}.M.x",
     f"$KV.{state.STATE_BUCKET}.pool.main",
+    f"$KV.{state.STATE_BUCKET}.{tenancy.shares_key('main', SALES)}",
+    rates.rate_subject(SALES, rates.REQUESTS, 7),
+    f"$JS.API.STREAM.PURGE.{rates.RATES_STREAM}",
     admin.ADMIN_SUBJECT,
     workers.HELLO_SUBJECT,
     adapters.event_subject(SALES),

@@ -264,4 +264,12 @@ async def test_a_workers_parts_stand_before_its_hello_is_answered_and_go_when_it
             assert {worker_id: share.concurrent for worker_id, share in entry.workers.items()} == {"w2": 5}
 
 
+async def test_gateway_traffic_without_a_tenant_has_shares_too_and_is_not_limited(bus: Bus) -> None:
+    async with small_cluster(bus) as (_, worker):
+        entry = await shares_of(bus, tenancy.GATEWAY_TENANT)
+        assert entry is not None
+        assert entry.workers[worker.worker_id].concurrent is None
+        assert entry.limits == TenantLimits()
+
+
 LEFT_OVER = tenancy.TenantShares(tenant_id="tn_gone", tenant="gone", limits=TenantLimits())
