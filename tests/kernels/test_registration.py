@@ -9,6 +9,7 @@ from lora_kernels.vllm_plugin import registration
 from lora_kernels.vllm_plugin.registration import LoraPath, decide
 
 CPU = LoraPath(vllm_releases=("0.32",), stock_is_right=False, install=lambda: None)
+GPU = LoraPath(vllm_releases=("0.26",), stock_is_right=True, install=lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -19,8 +20,11 @@ CPU = LoraPath(vllm_releases=("0.32",), stock_is_right=False, install=lambda: No
         ("off", "cpu", "0.32.0", CPU, "off", False),
         ("on", "cpu", "0.31.0", CPU, "vllm_version", False),
         ("on", "cpu", "0.320.0", CPU, "vllm_version", False),
-        ("on", "cuda", "0.32.0", None, "platform", True),
-        ("off", "cuda", "0.26.0", None, "platform", True),
+        ("on", "cuda", "0.26.0", GPU, "active", True),
+        ("on", "cuda", "0.26.2+cu130", GPU, "active", True),
+        ("on", "cuda", "0.32.0", GPU, "vllm_version", True),
+        ("off", "cuda", "0.26.0", GPU, "off", True),
+        ("on", "rocm", "0.26.0", None, "platform", True),
     ],
 )
 def test_the_path_is_active_only_where_it_was_tested(
@@ -29,6 +33,11 @@ def test_the_path_is_active_only_where_it_was_tested(
     status = decide(setting=setting, platform=platform, vllm_version=vllm_version, path=path)
 
     assert (status.code, status.active, status.lora_is_right) == (code, code == "active", lora_is_right)
+
+
+def test_the_paths_are_those_that_the_readme_names() -> None:
+    releases = {platform: (path.vllm_releases, path.stock_is_right) for platform, path in registration._PATHS.items()}
+    assert releases == {"cpu": (("0.32",), False), "cuda": (("0.26",), True)}
 
 
 def test_a_process_in_which_vllm_did_not_call_the_plugin_says_so() -> None:
