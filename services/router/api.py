@@ -138,8 +138,9 @@ class DataPlane:
         tenant = self._table.tenants.get(route.handle.tenant)
         if tenant is not None:
             limits = tenant.limits
-            tokens = 0 if limits.tokens_per_minute is None else tokens_asked(peeked, path, len(exchange.body), limits, route)
-            exchange.charge = await self._rates.admit(tenant.tenant_id, limits, tokens, exchange.started_s)
+            if limits.requests_per_minute is not None or limits.tokens_per_minute is not None:
+                tokens = 0 if limits.tokens_per_minute is None else tokens_asked(peeked, path, len(exchange.body), limits, route)
+                exchange.charge = await self._rates.admit(tenant.tenant_id, limits, tokens, exchange.started_s)
         await self._dispatcher.serve(exchange, lambda answer: deliver(exchange, answer, send))
 
     def _read_head(self, exchange: Exchange, scope: Scope) -> RequestHead:

@@ -56,7 +56,11 @@ class Rates:
         self._dispatcher = dispatcher
         self._clock = clock
         self._metrics = metrics
-        self._accounts: dict[str, dict[str, Account]] = {REQUESTS: {}, TOKENS: {}}  # by kind, by tenant_id
+        self._requests: dict[str, Account] = {}  # by tenant_id
+        self._tokens: dict[str, Account] = {}
+        self._accounts = {REQUESTS: self._requests, TOKENS: self._tokens}
+        self._minute_now = 0
+        self._minute_until_s = -1.0  # until then it need not be asked again
         self._asks: dict[str, _Ask] = {}  # by number
         self._returns: dict[tuple[str, str, int], int] = {}  # by counter
         self._number = 0
@@ -68,30 +72,36 @@ class Rates:
 
         :raises RequestRateExceeded: :raises TokenRateExceeded: nothing is charged then.
         """
-        requests_limit, tokens_limit = limits.requests_per_minute, limits.tokens_per_minute
-        if requests_limit is None and tokens_limit is None:
-            return None
-        minute = self._minute()
+        minute = self._minute(now_s)
+        requests_limit = limits.requests_per_minute
         if requests_limit is not None:
-            account = self._account(REQUESTS, tenant_id, requests_limit, minute, now_s)
+            account = self._requests.get(tenant_id)
+            if account is None or account.lease.limit != requests_limit:
+                account = self._account(REQUESTS, tenant_id, requests_limit, now_s)
             if not account.lease.take(minute, now_s, 1):
                 await self._wait(account, 1)
+        tokens_limit = limits.tokens_per_minute
         if tokens_limit is None:
             return None
-        account = self._account(TOKENS, tenant_id, tokens_limit, minute, now_s)
+        account = self._tokens.get(tenant_id)
+        if account is None or account.lease.limit != tokens_limit:
+            account = self._account(TOKENS, tenant_id, tokens_limit, now_s)
         if not account.lease.take(minute, now_s, tokens):
             try:
                 await self._wait(account, tokens)
             except TenantryError:
                 if requests_limit is not None:
-                    self._account(REQUESTS, tenant_id, requests_limit, minute, now_s).lease.settle(minute, self._minute(), 1, 0)
+                    requests = self._account(REQUESTS, tenant_id, requests_limit, now_s)
+                    requests.lease.settle(minute, self._minute(now_s), 1, 0)
                 raise
         return Charge(tenant_id, tokens_limit, account.lease.minute, tokens)
 
     def settle(self, charge: Charge, used: int, now_s: float) -> None:
         """`used` tokens, in the end. Once per charge."""
-        minute = self._minute()
-        self._account(TOKENS, charge.tenant_id, charge.limit, minute, now_s).lease.settle(charge.minute, minute, charge.tokens, used)
+        account = self._tokens.get(charge.tenant_id)
+        if account is None:  # forgotten while a long request ran
+            account = self._account(TOKENS, charge.tenant_id, charge.limit, now_s)
+        account.lease.settle(charge.minute, self._minute(now_s), charge.tokens, used)
 
     async def run(self) -> None:
         """Runs until cancelled: blocks ahead of need, and back what is not needed."""
@@ -110,7 +120,7 @@ class Rates:
             for account in accounts.values():
                 self._return(account.tenant_id, account.kind, account.lease.minute, account.lease.give_up())
         try:
-            await self._send_returns()
+            await self._send_returns(asyncio.get_running_loop().time())
         except BusUnavailable as error:
             log.warning("rates.not_given_back", error=error.message)
 
@@ -123,13 +133,19 @@ class Rates:
         """What this router holds of one budget."""
         return self._accounts[kind].get(tenant_id)
 
-    def _minute(self) -> int:
-        return int(self._clock.unix_s() // 60)
+    def _minute(self, now_s: float) -> int:
+        """Of the shared clock."""
+        if now_s >= self._minute_until_s:
+            unix_s = self._clock.unix_s()
+            self._minute_now = int(unix_s // 60)
+            self._minute_until_s = now_s + min(_TICK_S, 60.0 - unix_s % 60.0)
+        return self._minute_now
 
-    def _account(self, kind: str, tenant_id: str, limit: int, minute: int, now_s: float) -> Account:
+    def _account(self, kind: str, tenant_id: str, limit: int, now_s: float) -> Account:
+        """Made, or under another limit from now on."""
         account = self._accounts[kind].get(tenant_id)
         if account is None:
-            account = self._accounts[kind][tenant_id] = Account(tenant_id, kind, Lease(limit, minute, now_s))
+            account = self._accounts[kind][tenant_id] = Account(tenant_id, kind, Lease(limit, self._minute(now_s), now_s))
         elif account.lease.limit != limit:
             self._return(tenant_id, kind, account.lease.minute, account.lease.relimit(limit))
         return account
@@ -161,7 +177,8 @@ class Rates:
                 lease.waiting -= amount
                 if waiter in account.waiters:
                     account.waiters.remove(waiter)
-            if lease.take(self._minute(), loop.time(), amount):
+            now_s = loop.time()
+            if lease.take(self._minute(now_s), now_s, amount):
                 return
 
     def _refusal(self, account: Account, amount: int) -> TenantryError:
@@ -182,7 +199,7 @@ class Rates:
     async def _tend(self, now_s: float) -> None:
         for number in [number for number, ask in self._asks.items() if now_s - ask.sent_s > _LOST_S]:
             self._give_up_on(number, now_s)
-        minute = self._minute()
+        minute = self._minute(now_s)
         connected = self._dispatcher.bus.connected
         for accounts in self._accounts.values():
             for account in list(accounts.values()):
@@ -193,11 +210,11 @@ class Rates:
                 if lease.is_over(now_s):
                     del accounts[account.tenant_id]
         if connected:
-            await self._send_returns()
+            await self._send_returns(now_s)
 
     async def _ask_for(self, account: Account, now_s: float) -> None:
         """A block, if one is wanted and none is on its way."""
-        minute = self._minute()
+        minute = self._minute(now_s)
         amount = account.lease.want(minute, now_s)
         if not amount:
             return
@@ -214,10 +231,10 @@ class Rates:
             counter = (tenant_id, kind, minute)
             self._returns[counter] = self._returns.get(counter, 0) + amount
 
-    async def _send_returns(self) -> None:
+    async def _send_returns(self, now_s: float) -> None:
         """Each once and never again: twice would be a gain."""
         returns, self._returns = self._returns, {}
-        this_minute = self._minute()
+        this_minute = self._minute(now_s)
         for (tenant_id, kind, minute), amount in returns.items():
             if minute == this_minute:
                 await self._move(tenant_id, kind, minute, -amount)

@@ -124,7 +124,7 @@ def visible_models(table: RouteTable, secret: str, mark: str) -> list[ModelInfo]
         for alias, adapter_id in sorted(pool.entry.aliases.get(tenant.name, {}).items()):
             mount = pool.entry.mounts.get(adapter_id)
             if mount is not None and mount.state is AdapterState.READY and mount.tenant_id == tenant.tenant_id:
-                found.append(ModelInfo(model=alias, handle=pool.handles[adapter_id]))
+                found.append(ModelInfo(model=alias, handle=pool.handle(mount)))
     if tenant.base_allowed:
         found += [ModelInfo(model=pool.base_label, handle=_base_handle(pool, tenant)) for pool in table.pools.values()]
     return found
@@ -153,7 +153,7 @@ def _route(pool: PoolRoutes, mount: Mount) -> Route:
     worker = pool.entry.workers.get(mount.worker_id)
     if worker is None:
         raise WorkerUnavailable("the worker that holds this adapter is not in its pool now", retry_after_s=1.0)
-    return Route(handle=pool.handles[mount.adapter_id], workers=(worker,))
+    return Route(handle=pool.handle(mount), workers=(worker,))
 
 
 def _base(table: RouteTable, tenant: Tenant, model: str) -> Route:

@@ -34,25 +34,30 @@ T = TypeVar("T")
 
 
 class PoolRoutes:
-    """One pool's entry, indexed by tenant. Made anew from each change of the entry."""
+    """One pool's entry, indexed by tenant. Made anew from each change of the entry; handles once they are asked for."""
 
     def __init__(self, entry: PoolEntry) -> None:
         self.entry = entry
         self.base_label = entry.base.rsplit("@", 1)[0]
         self.mounts: dict[str, dict[str, list[Mount]]] = {}  # tenant -> name -> versions mounted
-        self.handles: dict[str, Handle] = {}  # by adapter_id
+        self._handles: dict[str, Handle] = {}  # by adapter_id
         for mount in entry.mounts.values():
             self.mounts.setdefault(mount.tenant, {}).setdefault(mount.name, []).append(mount)
-            self.handles[mount.adapter_id] = Handle(
+
+    def handle(self, mount: Mount) -> Handle:
+        found = self._handles.get(mount.adapter_id)
+        if found is None:
+            found = self._handles[mount.adapter_id] = Handle(
                 tenant_id=mount.tenant_id,
                 tenant=mount.tenant,
-                pool_id=entry.pool_id,
-                base=entry.base,
+                pool_id=self.entry.pool_id,
+                base=self.entry.base,
                 adapter_id=mount.adapter_id,
                 alias=mount.name,
                 version=mount.version,
                 digest=mount.digest,
             )
+        return found
 
 
 class RouteTable:
