@@ -1,5 +1,6 @@
 """Loads, drains and reconciliation of a worker: real NATS, the scripted engine, a registry that keeps one entry."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 
 from services.worker.engine import LoadProof
-from services.worker.scripted_engine import ScriptedSettings
+from services.worker.scripted_engine import ScriptedEngine, ScriptedSettings
 from shared.bus import Bus, publish_durable
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import adapters, inference
@@ -103,6 +104,19 @@ async def test_a_load_that_fails_says_why_and_leaves_nothing(
     await gone(registry, "ad_bad")
     assert await worker.engine.list_adapters() == {"ad_good"}
     assert [path.name for path in (tmp_path / "w1" / "adapters").iterdir()] == [good.artifact_sha256]
+
+
+async def test_reports_go_on_while_the_engine_does_not_say_what_memory_it_uses(
+    nats_server: EmbeddedNats, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ScriptedEngine, "memory", never)
+    async with worker_here(nats_server, tmp_path / "w2", engine=ScriptedSettings(slots=4)):
+        await eventually(lambda: bool(registry.reports))
+        first = registry.reports["w1"]
+        await eventually(lambda: registry.reports["w1"] is not first)
 
 
 async def test_a_drain_lets_running_streams_end_and_reports_after_the_last(
