@@ -6,7 +6,7 @@ ALL_TESTS := tests/unit tests/contracts tests/integration tests/chaos tests/kern
 TESTS ?= $(ALL_TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-kernels sanitize-kernels
+.PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-tenancy bench-kernels sanitize-kernels
 
 help:
 	@echo "make up [ARGS=...]    start Tenantry here (ARGS=--help lists the options)"
@@ -16,6 +16,7 @@ help:
 	@echo "make format           format the code"
 	@echo "make bench-router     the router beside LiteLLM and vllm-router (its own venv; minutes)"
 	@echo "make bench-switch     what changing the adapter costs on the real engine"
+	@echo "make bench-tenancy    what a noisy tenant can do to a quiet one, and what fairness costs"
 	@echo "make bench-start      seconds to start, memory of each process"
 	@echo "make bench-kernels    on a GPU, with vLLM in KERNELS_PYTHON: kernels beside vLLM's, after their tests"
 	@echo "make sanitize-kernels the same tests under NVIDIA's compute-sanitizer"
@@ -73,6 +74,9 @@ bench-router: venv
 
 bench-switch: venv
 	@$(BIN)/python -m benchmarks.switch_cost $(ARGS)
+
+bench-tenancy: venv
+	@$(BIN)/python -m benchmarks.tenancy $(ARGS)
 
 bench-start: venv
 	@$(BIN)/python -m benchmarks.start_up $(ARGS)

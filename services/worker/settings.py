@@ -42,7 +42,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str = ""  # adapters' files; empty: a folder of the user's cache
     cache_limit_bytes: int = 20 << 30
     max_running: int = 1024  # requests at once, running or waiting; more are bounced
-    shared_prefill_tokens: int = 0  # one tenant's prompt tokens in a step while another tenant is in the engine; 0: a 24th of the step
+    shared_prefill_tokens: int = 0  # one tenant's prompt tokens in a step while another tenant is in the engine; 0: a 40th of the step
     grace_s: float = 30.0  # for running requests when told to stop
     freeze_limit_s: float = 2.0
     silence_limit_s: float = 5.0
