@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shared import errors
-from shared.contracts import adapters, admin, inference, permissions, usage, workers
+from shared.contracts import adapters, admin, inference, permissions, rates, usage, workers
 from shared.contracts.base import BaseDescription, EngineLimits, Module
 from shared.contracts.errors import to_error, to_info
 from shared.policy.lifecycle import AdapterState
@@ -42,6 +42,8 @@ HANDLE = inference.Handle(
         permissions.tenant,
         lambda value: inference.infer_subject(value, "w"),
         lambda value: inference.infer_subject("a", value),
+        lambda value: rates.rate_subject(value, rates.REQUESTS, 1),
+        lambda value: rates.rate_subject("tn_1", value, 1),
     ],
 )
 def test_no_subject_is_built_from_what_is_not_one_token(subject: object, value: str) -> None:
