@@ -1,10 +1,12 @@
 """The figures on the scripted engine: its step model and the worker's own governor, in virtual time."""
 
+import asyncio
+from functools import partial
 from typing import Any
 
 from benchmarks.tenancy import virtual_time
 from benchmarks.tenancy.desk import Desk
-from benchmarks.tenancy.scenarios import Beside, Load, backlogs, percentile, quiet_beside, stream_beside
+from benchmarks.tenancy.scenarios import Beside, Load, background, backlogs, percentile, quiet_beside, stream_beside
 from services.worker.governor import Governor
 from services.worker.scripted_engine import ScriptedEngine, ScriptedSettings
 from services.worker.scripted_steps import Sequence, StepModel
@@ -71,6 +73,24 @@ def stream(*, fair: bool, decoding: int, prompts: int, stream_tokens: int = 1500
         return await stream_beside(
             desk, load(), decoding=decoding, prompts=prompts, prompt_tokens=MAX_PROMPT_TOKENS, stream_tokens=stream_tokens
         )
+
+    return virtual_time.run(measure())
+
+
+def most_over_reserved(seconds: float) -> int:
+    """The most blocks that the engine ever had in use beyond what the ledger held in the same step."""
+
+    async def measure() -> int:
+        desk, _ = await desk_with(fair=True)
+        over: list[int] = []
+        stepper = desk.engine.stepper  # type: ignore[attr-defined]
+        stepper.on_blocks = lambda blocks: over.append(blocks - desk.governor.admission.queue.ledger.held)
+        work = [
+            desk.keep_asking(tenant, 30, partial("<{}>".format, tokens), 60, 50) for tenant, tokens in (("a", 700), ("b", 33), ("one", 1))
+        ]
+        async with background(*work):
+            await asyncio.sleep(seconds)
+        return max(over)
 
     return virtual_time.run(measure())
 

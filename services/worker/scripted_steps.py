@@ -43,9 +43,8 @@ class Stepper:
 
     def __init__(self, model: StepModel, seats: int, block_tokens: int) -> None:
         self.steps = 0
-        self.most_blocks = 0  # of KV cache, ever in use
-        self.prefill_tokens = 0  # of the last step
         self.on_first_step: Callable[[Sequence], None] | None = None
+        self.on_blocks: Callable[[int], None] | None = None  # of KV cache, in use in a step
         self._model = model
         self._seats = seats
         self._block_tokens = block_tokens
@@ -82,9 +81,10 @@ class Stepper:
         self.steps += 1
         parts = self._schedule()
         model = self._model
-        self.prefill_tokens = sum(tokens for one, tokens in parts if one.prompt_left)
-        self.most_blocks = max(self.most_blocks, sum(self._blocks(one, tokens) for one, tokens in parts))
-        took_ms = model.base_ms + (model.prefill_token_us * self.prefill_tokens + model.sequence_us * len(parts)) / 1000.0
+        if self.on_blocks is not None:
+            self.on_blocks(sum(self._blocks(one, tokens) for one, tokens in parts))
+        prefill_tokens = sum(tokens for one, tokens in parts if one.prompt_left)
+        took_ms = model.base_ms + (model.prefill_token_us * prefill_tokens + model.sequence_us * len(parts)) / 1000.0
         self._loop.call_later(took_ms / 1000.0, self._end, parts)
 
     def _schedule(self) -> list[tuple[Sequence, int]]:

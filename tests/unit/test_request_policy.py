@@ -188,6 +188,13 @@ def test_template_arguments_that_are_not_the_templates_are_refused(name: str) ->
     ("path", "fields"),
     [
         (CHAT, {"n": 129}),
+        (CHAT, {"n": 10**30}),
+        (CHAT, {"max_tokens": -1}),
+        (CHAT, {"max_tokens": 10**30}),
+        (CHAT, {"max_completion_tokens": 1e300}),
+        (CHAT, {"min_tokens": -5}),
+        ("/v1/responses", {"max_output_tokens": 2**31}),
+        ("/v1/completions", {"truncate_prompt_tokens": -2}),
         (CHAT, {"n": 0}),
         (CHAT, {"top_logprobs": 21}),
         (CHAT, {"prompt_logprobs": -1}),
