@@ -13,6 +13,7 @@ from shared.bus.embedded import EmbeddedNats
 from shared.contracts import admin
 from shared.contracts.adapters import STAGING_BUCKET
 from shared.contracts.errors import ErrorInfo
+from shared.policy.limits import BOUNDS
 from tests.router_fakes import ADMIN_KEY, SALES_KEY, Cluster, cluster, until
 
 AUTH = {"authorization": f"Bearer {ADMIN_KEY}"}
@@ -202,6 +203,76 @@ async def test_unknown_fields_paths_and_methods_are_refused_in_the_same_shape(ru
     assert code_of(await running.client.get("/admin/v1/nothing")) == (404, "not_found")
     assert (await running.client.put("/admin/v1/tenants")).status_code == 405
     assert office.heard == []
+
+
+ABSURD = ["-1", "1e400", "1" + "0" * 30, '"many"', "true", "[]", "{}", "NaN", '"' + "x" * 5000 + '"']
+NUMBERS = [
+    ("PATCH", "/tenants/hr", "vram_quota_bytes"),
+    ("PATCH", "/tenants/hr", "upgrade_headroom_bytes"),
+    ("PATCH", "/tenants/hr", "adapter_ceilings.tone"),
+    *[("PATCH", "/tenants/hr", f"limits.{name}") for name in BOUNDS],
+    ("POST", "/tenants", "vram_quota_bytes"),
+    ("POST", "/tenants", "limits.max_concurrent"),
+    ("POST", "/keys/k1/rotate", "overlap_s"),
+    ("POST", "/adapters/hr/tone/unload", "version"),
+    ("POST", "/adapters/hr/tone/unload", "deadline_s"),
+    ("POST", "/adapters/hr/tone/unload", "wait_s"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "field"), NUMBERS)
+async def test_malformed_negative_and_absurd_numbers_are_refused_by_their_name(
+    running: Cluster, office: Office, method: str, path: str, field: str
+) -> None:
+    for value in ABSURD:
+        if value == "true" and field.endswith("_s"):
+            continue  # a number to JSON's readers here, and within bounds
+        body = value
+        for name in reversed(field.split(".")):
+            body = f'{{"{name}": {body}}}'
+        if path == "/tenants":
+            body = '{"name": "hr", ' + body[1:]
+        response = await running.client.request(method, f"/admin/v1{path}", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400, (value, response.content)
+        assert field.split(".")[-1] in response.json()["error"]["param"]
+        assert len(response.content) < 2000
+    assert office.heard == []
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/adapters/hr/tone?version=-1", "version"),
+        ("/adapters/hr/tone?version=1" + "0" * 30, "version"),
+        ("/adapters/hr/tone?version=many", "version"),
+        ("/events?limit=0", "limit"),
+        ("/events?limit=99999999999999999999", "limit"),
+        ("/keys?tenant=" + "x" * 3000, "tenant"),
+    ],
+)
+async def test_absurd_queries_are_refused_by_their_name(running: Cluster, office: Office, path: str, field: str) -> None:
+    response = await running.client.get(f"/admin/v1{path}")
+    assert code_of(response) == (400, "invalid_request")
+    assert field in response.json()["error"]["param"]
+    assert office.heard == []
+
+
+@pytest.mark.parametrize(
+    "query", ["wait_s=-1", "wait_s=nan", "wait_s=1e9", "ceiling_bytes=-1", "ceiling_bytes=1" + "0" * 30, "ceiling_bytes=x"]
+)
+async def test_absurd_fields_of_an_upload_are_refused_by_their_name_and_leave_nothing(running: Cluster, office: Office, query: str) -> None:
+    response = await running.client.post(f"/admin/v1/adapters/hr/tone?{query}", content=b"x")
+    assert code_of(response) == (400, "invalid_request")
+    assert response.json()["error"]["param"] == query.partition("=")[0]
+    assert office.heard == []
+    assert await office.staging.names() == []
+
+
+async def test_limits_that_are_not_named_are_not_sent_and_null_is(running: Cluster, office: Office) -> None:
+    limits = {"max_concurrent": None, "weight": 3}
+    await running.client.patch("/admin/v1/tenants/hr", json={"limits": limits})
+    await running.client.get("/admin/v1/tenants/hr")
+    assert office.heard == [admin.UpdateTenant(name="hr", limits=limits), admin.ShowTenant(name="hr")]
 
 
 async def test_top_shows_pools_mounts_and_the_workers_last_reports(running: Cluster) -> None:
