@@ -21,6 +21,8 @@ from shared.bus.embedded import EmbeddedNats
 from shared.contracts import adapters, admin, inference, state, usage, workers
 from shared.contracts.adapters import AdapterDrained, AdapterFailed, AdapterLoaded, DrainOrder, Mount, PoolEntry, PoolWorker
 from shared.contracts.inference import Ack, Cancel, Frame, FrameKind, Handle, InferRequest, Resend
+from shared.contracts.tenancy import Share, TenantLimits, TenantShares, shares_key
+from shared.contracts.tenancy import encode as encode_shares
 from shared.contracts.workers import HelloAccepted, WorkerHello
 from shared.errors import Conflict
 from shared.policy.lifecycle import AdapterState
@@ -272,6 +274,17 @@ class FakeRegistry:
                 if all(a in entry.mounts and entry.mounts[a].state is AdapterState.READY for a in adapter_ids):
                     return
                 await asyncio.sleep(0.01)
+
+    async def share(self, tenant_id: str, limits: TenantLimits | None = None, worker_id: str = "w1", **part: Any) -> int:
+        """Writes a tenant's limits and a worker's part of them; the revision. `part` without an incarnation is the newest one's."""
+        assert self._bucket is not None
+        part.setdefault("incarnation", next(h.incarnation for h in reversed(self.hellos) if h.worker_id == worker_id))
+        shares = TenantShares(tenant_id=tenant_id, tenant=tenant_id, limits=limits or TenantLimits(), workers={worker_id: Share(**part)})
+        return await self._bucket.put(shares_key(POOL, tenant_id), encode_shares(shares))
+
+    async def shared(self, revision: int, worker_id: str = "w1") -> None:
+        """Returns once the worker has reported that it enforces this revision."""
+        await eventually(lambda: worker_id in self.reports and self.reports[worker_id].shares_revision >= revision)
 
     def acked(self, kind: type, adapter_id: str) -> list[Any]:
         return [ack for ack in self.acks if isinstance(ack, kind) and ack.adapter_id == adapter_id]
