@@ -31,6 +31,11 @@ class Reports:
         if report.worker_id in self._heard or len(self._heard) < _MAX_REPORTS:
             self._heard[report.worker_id] = (report, asyncio.get_running_loop().time())
 
+    @property
+    def busy(self) -> bool:
+        """Whether any tenant uses or waits for anything."""
+        return any(report.tenants for report, _ in self._heard.values())
+
     def forget(self, worker_id: str) -> None:
         self._heard.pop(worker_id, None)
 

@@ -5,9 +5,9 @@ every round where work waits or a worker has agreed to a cut. Any registry may a
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
-from itertools import islice
 from typing import Generic, TypeVar
 
+import msgspec
 import structlog
 
 from services.registry.reports import Reports
@@ -25,6 +25,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 _AT_ONCE = 16  # writes under way
+_SETTLED_WITHIN_S = 8.0
 _GATEWAY = Tenant(tenant_id=tenancy.GATEWAY_TENANT, name=tenancy.GATEWAY_TENANT)
 
 
@@ -46,6 +47,14 @@ class Decoded(Generic[T]):
         return found
 
 
+class _Write(msgspec.Struct, frozen=True):
+    """`revision` 0: the key is not there."""
+
+    key: str
+    value: bytes
+    revision: int
+
+
 class SharesService:
     def __init__(self, store: Store, reports: Reports, abandoned_s: float) -> None:
         self._store = store
@@ -56,19 +65,31 @@ class SharesService:
         self._tenants = Decoded(state.decode_tenant)
         self._shares = Decoded(tenancy.decode_shares)
         self._settled: dict[str, tuple[object, ...]] = {}  # by key: what an entry that needed no change was decided from
+        self._moving = False  # a cut waits for its worker to agree
+        self._quiet_since = -1  # count of changes at which there was nothing to do
 
     async def settle(self, tenant: Tenant, pool_ids: Iterable[str]) -> None:
         """The tenant's entries of these pools stand, under its present limits."""
         for pool_id in pool_ids:
             await self._settle(pool_id, tenant)
 
-    async def settle_pool(self, pool_id: str) -> None:
-        """Every tenant's entry names the pool's present workers: before a worker that said hello is told that it may serve."""
-        waiting = iter([_GATEWAY, *await self._store.present_tenants()])
-        while some := list(islice(waiting, _AT_ONCE)):
-            async with asyncio.TaskGroup() as group:
-                for tenant in some:
-                    group.create_task(self._settle(pool_id, tenant))
+    async def settle_pool(self, pool_id: str, revision: int) -> None:
+        """Every tenant's entry names the pool's workers as of `revision`: before one that said hello is told that it may serve."""
+        key = state.POOL_PREFIX + pool_id
+
+        async def settled() -> bool | None:
+            entry = self._store.live_mirror.entries.get(key)
+            if entry is None or entry.revision < revision:
+                return None
+            writes = self._writes({key})
+            for start in range(0, len(writes), _AT_ONCE):
+                async with asyncio.TaskGroup() as group:
+                    for write in writes[start : start + _AT_ONCE]:
+                        group.create_task(self._write(write))
+            return None if writes else True
+
+        if await self._store.changes.until(settled, _SETTLED_WITHIN_S) is None:
+            log.warning("shares.not_settled", pool=pool_id)
 
     async def _settle(self, pool_id: str, tenant: Tenant) -> None:
         async def write(entry: Entry | None) -> bytes | None:
@@ -102,43 +123,63 @@ class SharesService:
 
     async def round(self, now_s: float) -> None:
         """One attempt at every entry that is to change; whoever was faster did it."""
+        count = self._store.changes.count
+        if count == self._quiet_since and not self._reports.busy:
+            return
+        writes = self._writes(None)
+        for write in writes:
+            await self._write(write)
+        is_quiet = not writes and not self._moving and not await self._delete_orphans(now_s)
+        self._quiet_since = count if is_quiet else -1
+
+    def _writes(self, pool_keys: set[str] | None) -> list[_Write]:
+        """What the mirror shows is to be written, of these pools or of all. It shows the bucket as it was at one moment."""
         entries = self._store.live_mirror.entries
         pools, tenants = self._pools.of(entries, state.POOL_PREFIX), self._tenants.of(entries, state.TENANT_PREFIX)
         shares = self._shares.of(entries, tenancy.SHARES_PREFIX)
-        writes: list[tuple[str, bytes, int]] = []
-        wanted: set[str] = set()
-        settled: dict[str, tuple[object, ...]] = {}
-        for _, pool in pools.values():
+        writes: list[_Write] = []
+        self._moving = False
+        for pool_key, (_, pool) in pools.items():
+            if pool_keys is not None and pool_key not in pool_keys:
+                continue
             workers = {worker_id: worker.incarnation for worker_id, worker in pool.workers.items()}
             standing = tuple(workers.items())
             uses = self._reports.uses(pool)
             for tenant_revision, tenant in [(0, _GATEWAY), *tenants.values()]:
                 key = tenancy.shares_key(pool.pool_id, tenant.tenant_id)
-                wanted.add(key)
                 revision, known = shares.get(key, (0, None))
                 looks = (revision, tenant_revision, standing)
                 if self._settled.get(key) == looks and not uses.busy(tenant.tenant_id):
-                    settled[key] = looks
                     continue
                 after = decide(known, revision, tenant.tenant_id, tenant.name, tenant.limits, workers, uses.of(tenant.tenant_id))
                 if after != known:
-                    writes.append((key, tenancy.encode(after), revision))
+                    writes.append(_Write(key, tenancy.encode(after), revision))
                 elif _is_at_rest(after):
-                    settled[key] = looks
-        self._settled = settled
-        orphans = [key for key in shares if key not in wanted]
-        for key, value, revision in writes:
-            with contextlib.suppress(Conflict):
-                await (self._store.live.update(key, value, revision) if revision else self._store.live.create(key, value))
-        await self._delete_orphans(orphans, now_s)
+                    self._settled[key] = looks
+                else:
+                    self._moving = True
+        return writes
 
-    async def _delete_orphans(self, keys: list[str], now_s: float) -> None:
-        """Of tenants that are gone; one that is being made has its shares before it is there."""
-        for key in keys:
+    async def _write(self, write: _Write) -> None:
+        """Unless somebody was faster."""
+        with contextlib.suppress(Conflict):
+            if write.revision:
+                await self._store.live.update(write.key, write.value, write.revision)
+            else:
+                await self._store.live.create(write.key, write.value)
+
+    async def _delete_orphans(self, now_s: float) -> bool:
+        """Of tenants that are gone; one that is being made has its shares before it is there. Whether there are any."""
+        entries = self._store.live_mirror.entries
+        tenant_ids = {tenant.tenant_id for _, tenant in self._tenants.of(entries, state.TENANT_PREFIX).values()} | {_GATEWAY.tenant_id}
+        orphans = [key for key in entries if key.startswith(tenancy.SHARES_PREFIX) and key.rpartition(".")[2] not in tenant_ids]
+        for key in orphans:
+            self._settled.pop(key, None)
             if self._orphans.for_s(key, True, now_s) >= self._abandoned_s:
                 log.info("shares.deleted", key=key)
                 await self._store.live.delete(key)
-        self._orphans.keep(set(keys))
+        self._orphans.keep(set(orphans))
+        return bool(orphans)
 
 
 def _is_at_rest(shares: TenantShares) -> bool:

@@ -45,12 +45,14 @@ _decode_base = msgspec.json.Decoder(BaseDescription).decode
 
 
 class Changes:
-    """Wakes whoever waits for something in the mirrors to come true."""
+    """Wakes whoever waits for something in the mirrors to come true. `count` grows with all but heartbeats."""
 
     def __init__(self) -> None:
+        self.count = 0
         self._event = asyncio.Event()
 
-    def tell(self, _key: str, _entry: Entry | None) -> None:
+    def tell(self, key: str, _entry: Entry | None) -> None:
+        self.count += key != state.HEARTBEAT_KEY
         self._event.set()
         self._event = asyncio.Event()
 
@@ -133,11 +135,6 @@ class Store:
             if found is not None and (tenant := state.decode_tenant(found.value)).tenant_id == tenant_id:
                 return tenant
         return None
-
-    async def present_tenants(self) -> list[Tenant]:
-        """Every tenant as it stands now, also one that the mirror does not show yet."""
-        found = [await self.live.get(key) for key in await self.live.keys(state.TENANT_PREFIX)]
-        return [state.decode_tenant(entry.value) for entry in found if entry is not None]
 
     def tenants(self) -> list[Tenant]:
         return [state.decode_tenant(entry.value) for entry in _under(self.live_mirror, state.TENANT_PREFIX)]

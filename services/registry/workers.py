@@ -53,7 +53,7 @@ class WorkerService:
 
         done = await self._mounting.change(hello.pool_id, arrive)
         assert done is not None
-        await self._shares.settle_pool(hello.pool_id)
+        await self._shares.settle_pool(hello.pool_id, done[1])
         log.info("worker.arrived", worker=hello.worker_id, incarnation=hello.incarnation, pool=hello.pool_id, base=base.identity)
         return HelloAccepted(generation=done[1])
 
@@ -74,7 +74,7 @@ class WorkerService:
         done = await self._mounting.change(request.pool_id, leave)
         assert done is not None
         self._reports.forget(request.worker_id)
-        await self._shares.settle_pool(request.pool_id)
+        await self._shares.settle_pool(request.pool_id, done[1])
         log.warning("worker.removed", worker=request.worker_id, released=len(done[0].outcomes))
         return self._view(done[0].pool, done[1])
 
