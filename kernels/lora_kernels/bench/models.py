@@ -45,6 +45,8 @@ def _dense(model: str, *, hidden: int, query: int, key: int, intermediate: int, 
 DENSE = [
     DenseLayer(model="gptoss-20b", layer="qkv", k=2880, widths=(4096, 512, 512)),
     DenseLayer(model="gptoss-20b", layer="o_proj", k=4096, widths=(2880,)),
+    DenseLayer(model="qwen3-30b-a3b", layer="qkv", k=2048, widths=(4096, 512, 512)),
+    DenseLayer(model="qwen3-30b-a3b", layer="o_proj", k=4096, widths=(2048,)),
     *(layer for tp in (1, 4) for layer in _dense("qwen3-32b", hidden=5120, query=8192, key=1024, intermediate=25600, tp=tp)),
     *(layer for tp in (1, 4) for layer in _dense("llama-3.3-70b", hidden=8192, query=8192, key=1024, intermediate=28672, tp=tp)),
 ]

@@ -12,6 +12,7 @@ from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, runs_of,
 from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_expand.kernel import expand_pairs_kernel
+from lora_kernels.slices import blocks_of, slice_constants, widths_of
 
 ONE_PIECE_FROM_ROWS = 64
 """Tokens a program takes from which h goes to the product in one piece of the weights' dtype: the output's own rounding hides what a
@@ -40,9 +41,7 @@ def dense_expand_(
     num_tokens, slices = len(out), len(lora_b)
     check_tensor("token_slots", token_slots, shape=(num_tokens,), dtypes=IDS, device=out.device)
     slots, _, _, rank = check_stacks("lora_b", lora_b, num_experts=1, like=out)
-    for index, stack in enumerate(lora_b):
-        check(f"lora_b[{index}]", f"rank {rank}", f"rank {stack.shape[3]}", holds=stack.shape[3] == rank)
-    widths = [stack.shape[2] for stack in lora_b]
+    widths = widths_of(lora_b)
     check("out", f"width {sum(widths)}", f"width {out.shape[1]}", holds=out.shape[1] == sum(widths))
     shape = (None, num_tokens, slices, padded_rank(rank))
     check_tensor("partials", partials, shape=shape, dtypes=(torch.float32,), device=out.device)
@@ -56,21 +55,10 @@ def dense_expand_(
     overlap = overlap_on(out.device, overlap)
     splits = partials.shape[0]
     b0, b1, b2 = three(lora_b)
-    n0, n1, n2 = [*widths, 0, 0][:3]
     run = tiles.block * (tiles.steps if tiles.path == "list" else 1)
-    blocks = sum(triton.cdiv(width, run) for width in widths)
-    constants = {
-        "N0": n0,
-        "N1": n1,
-        "N2": n2,
-        "R": rank,
-        "R_PAD": padded_rank(rank),
-        "SLICES": slices,
-        "BLOCK_N": tiles.block,
-        "EVEN_N": all(width % run == 0 for width in widths),
-        "HAS_RANKS": slot_ranks is not None,
-        "PDL": int(overlap),
-    }
+    blocks = blocks_of(widths, run)
+    constants = slice_constants(widths, rank, block=run)
+    constants |= {"BLOCK_N": tiles.block, "HAS_RANKS": slot_ranks is not None, "PDL": int(overlap)}
     shared = {"ALIGNED_N": all(width % 8 == 0 for width in widths)}
     options = launch_options(overlap, num_warps=tiles.num_warps)
     ranks = token_slots if slot_ranks is None else slot_ranks

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from lora_kernels.arguments import DTYPES, GRID_LIMIT, IDS, check, check_slots, check_stacks, check_tensor, three
+from lora_kernels.arguments import DTYPES, GRID_LIMIT, IDS, check, check_slots, check_stacks, check_tensor, check_values, three
 from lora_kernels.configs import Tiles, padded_rank
 from lora_kernels.dense_shrink.kernel import shrink_list_kernel, shrink_slots_kernel
 from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, runs_of, tokens_a_program
@@ -43,6 +43,7 @@ def dense_shrink(
     for index, stack in enumerate(lora_a):
         check(f"lora_a[{index}]", f"[*, *, {rank}, {k}]", list(stack.shape), holds=stack.shape[2:] == (rank, k))
     check_slots(slots, None, slot_ranks, device=x.device)
+    check_values(token_slots=(token_slots, slots), slot_ranks=slot_ranks, rank=rank)
     check_token_list(token_list, num_tokens=num_tokens, device=x.device)
     slices = len(lora_a)
     tiles = tiles or dense_tiles("dense_shrink", x, rank=rank, width=k, slices=slices, adapters=slots, listed=token_list is not None)
