@@ -70,6 +70,7 @@ class LoadedAdapters:
         self._proofs: dict[str, LoadProof] = {}
         self._changing = asyncio.Lock()
         self._probe_numbers = itertools.count()
+        self._reference: LogProbabilities | None = None  # the base's answer to the probe, alone
 
     async def warm(self) -> float:
         """Probes alone and several at once, with an adapter of zeros and without; the seconds it took.
@@ -79,7 +80,7 @@ class LoadedAdapters:
         """
         started_s = time.monotonic()
         await in_worker(self._engine, "tenantry_warm_up")
-        await self._probe(None)
+        self._reference = await self._probe(None)
         request = self._vllm.lora_request(lora_name=_WARM_NAME, lora_int_id=_WARM_ID, lora_path=f"/{_WARM_NAME}")
         if await self._loading.load_zeros(request):
             try:
@@ -202,10 +203,19 @@ class LoadedAdapters:
         return proof, loaded.chat_template
 
     async def _proven_difference(self, request: Any) -> float:
-        """:raises LoadFailed: the adapter changes nothing, or answers with what is no number."""
-        base = await self._probe(None)
-        difference = largest_difference(base, await self._probe(request))
-        noise = largest_difference(base, await self._probe(None))
+        """With one step that others' tokens wait for: adapter and base are probed together, and what the base's answer differs by from
+        an earlier one is noise.
+
+        :raises LoadFailed: the adapter changes nothing, or answers with what is no number.
+        """
+        reference = self._reference or await self._probe(None)
+        try:
+            async with asyncio.TaskGroup() as group:
+                of_base, of_adapter = group.create_task(self._probe(None)), group.create_task(self._probe(request))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        base = of_base.result()
+        difference, noise = largest_difference(base, of_adapter.result()), largest_difference(base, reference)
         if difference == math.inf:
             raise LoadFailed("the adapter's answers are not numbers", reason="not_finite")
         if difference <= max(LEAST_DIFFERENCE, NOISE_FACTOR * noise):

@@ -11,13 +11,17 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from services.worker.vllm_blocks import watch_sliding_windows, zero_new_blocks
 from shared.policy.engine_room import shape_of
 
 
 def tenant_scheduler(*args: Any, **kwargs: Any) -> Any:
     """vLLM's own choice of its two, with our rule. `long_prefill_token_threshold` is the budget; 0: engine_room's default."""
+    zero_new_blocks()
     base = AsyncScheduler if kwargs["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    return type("TenantScheduler", (_SharedSteps, base), {})(*args, **kwargs)
+    scheduler = type("TenantScheduler", (_SharedSteps, base), {})(*args, **kwargs)
+    watch_sliding_windows(scheduler)
+    return scheduler
 
 
 class _SharedSteps:

@@ -20,9 +20,12 @@ from lora_kernels.vllm_plugin.inspect import WorkerInspection
 
 from services.worker import vllm_memory
 from services.worker.engine_image import PIECE_BYTES, Form, Part, SlotLayout, place
+from services.worker.vllm_blocks import zero_new_blocks
 
 GROUP_BYTES = 8 << 20
 """Copied between two looks at the device: the engine's own transfers wait behind one piece, its Python behind one group's call."""
+
+zero_new_blocks()  # this module is imported before the cache is made
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _EXPERT_STACKS = (("w13_lora_a_stacked", "A"), ("w13_lora_b_stacked", "B"), ("w2_lora_a_stacked", "A"), ("w2_lora_b_stacked", "B"))

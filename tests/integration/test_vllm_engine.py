@@ -169,6 +169,10 @@ def not_numbers(folder: Path) -> None:
     rewrite(folder, lambda tensors: {n: torch.full_like(t, float("nan")) if ".lora_B." in n else t for n, t in tensors.items()})
 
 
+def overflowing(folder: Path) -> None:
+    rewrite(folder, lambda tensors: {n: torch.full_like(t, 1e38) for n, t in tensors.items()})
+
+
 def absent_layers(folder: Path) -> None:
     rewrite(folder, lambda tensors: {n.replace(".layers.", ".layers.9"): t for n, t in tensors.items()})
 
@@ -204,6 +208,7 @@ def no_folder(folder: Path) -> None:
         (all_b_zero, "no_effect"),
         (wrong_shape, "refused_by_engine"),
         (not_numbers, "not_finite"),
+        (overflowing, "not_finite"),
         (absent_layers, "no_module_matched"),
         (one_absent_layer, "unmatched_modules"),
         (truncated, "refused_by_engine"),
