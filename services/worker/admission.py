@@ -9,12 +9,13 @@ from collections.abc import Hashable, Iterator
 import structlog
 
 from services.worker.admission_calls import Call, Place
+from services.worker.known_tenants import KnownTenants
 from services.worker.refusals import refusal, timed_out
 from services.worker.request_plan import RequestPlan
 from shared.contracts.base import EngineLimits
 from shared.contracts.tenancy import Share, TenantLimits
 from shared.contracts.workers import TenantUse
-from shared.errors import Cancelled, InternalError, TenantryError, WorkerUnavailable
+from shared.errors import Cancelled, InternalError, TenantryError
 from shared.policy.admission_queue import AdmissionQueue
 from shared.policy.asks import Ask, AskState, TenantTerms
 from shared.policy.engine_room import EngineRoom, EngineShape, shape_of
@@ -25,26 +26,17 @@ log = structlog.get_logger()
 
 _UNKNOWN_BLOCKS = 1 << 50
 _UNKNOWN_BLOCK_TOKENS = 16
-_TERMS_PATIENCE_S = 1.0
 _WAVE_PATIENCE_S = 10.0  # the application starts all prompts of a request at once
 _TOP_UP_TOKENS = 32
 _LONGEST_RETRY_S = 60.0
-_DEFAULTS = TenantLimits()
 
 
 class Admission:
-    """Made before the engine; `use` tells it what the engine holds.
-
-    While no tenant of the pool has shares (no registry has written any), everybody has the defaults: no quota of its own, equal
-    weight, the engine's room in fair order. Once one has, a tenant without is not served until its own are known.
-    """
+    """Made before the engine; `use` tells it what the engine holds, `set_tenant` what a tenant may."""
 
     def __init__(self) -> None:
         self.shares_revision = 0
-        self._limits: dict[str, TenantLimits] = {}
-        self._synced = True
-        self._has_shares = False
-        self._terms_changed = asyncio.Event()
+        self.tenants = KnownTenants()
         self._waiters: dict[Hashable, asyncio.Future[TenantryError | None]] = {}
         self._run_s: dict[str, float] = {}  # how long a tenant's requests run lately
         self.use(EngineLimits(slots=0, max_rank=0, bytes_per_rank=0))
@@ -58,28 +50,17 @@ class Admission:
         room = EngineRoom(shape or shape_of(limits.max_num_seqs, limits.max_batched_tokens))
         self.queue = AdmissionQueue(room, KvLedger(limits.kv_blocks or _UNKNOWN_BLOCKS), FairOrder())
 
-    def expect_shares(self) -> None:
-        """Shares are on their way: nobody is admitted before `shares_synced`."""
-        self._synced = False
-
-    def shares_synced(self) -> None:
-        self._synced = True
-        self._tell_terms_changed()
-
     def set_tenant(self, tenant_id: str, limits: TenantLimits, share: Share | None) -> None:
         """A tenant's limits and this worker's part of them; without a part, where there is something to split, it stays unknown."""
-        self._has_shares = True
         if share is None and (limits.kv_quota_bytes is not None or limits.max_concurrent is not None):
-            self.forget_tenant(tenant_id)
+            self.tenants.forget(tenant_id)
             return
-        kv_bytes = share.kv_bytes if share is not None else None
-        blocks = kv_bytes // self._block_bytes if kv_bytes is not None and self._block_bytes else None
-        self._limits[tenant_id] = limits
         self.queue.set_terms(
             tenant_id,
             TenantTerms(
-                kv=KvShare(blocks, limits.burst),
+                kv=KvShare(self._blocks(share.kv_bytes if share is not None else None), limits.burst, self._blocks(limits.kv_quota_bytes)),
                 concurrent=share.concurrent if share is not None else None,
+                most_concurrent=limits.max_concurrent,
                 weight=limits.weight,
                 queue_limit=limits.queue_limit,
             ),
@@ -87,12 +68,8 @@ class Admission:
         over = self.queue.ledger.over_share(tenant_id)
         if over:
             log.warning("tenant.over_kv_share", tenant_id=tenant_id, over_bytes=over * self._block_bytes)
-        self._tell_terms_changed()
+        self.tenants.add(tenant_id, limits)
         self.pump()
-
-    def forget_tenant(self, tenant_id: str) -> None:
-        """What it has runs to its end; nothing new is let in until it is known again."""
-        self._limits.pop(tenant_id, None)
 
     async def admit(
         self,
@@ -109,9 +86,9 @@ class Admission:
 
         :raises TenantryError: its attempt is refused (asked, held and allowed are in the fields), or has stopped waiting.
         """
-        limits = self._limits.get(place.tenant_id)
+        limits = self.tenants.find(place.tenant_id)
         if limits is None:
-            limits = await self._terms(place)
+            limits = await self.tenants.wait_for(place.tenant_id)
         if beam and place.firsts:
             return self._call(place.firsts[0], 1, shared=True)
         if beam:
@@ -183,6 +160,9 @@ class Admission:
             if line.running or line.waiting_requests or held:
                 kv_bytes = held * self._block_bytes
                 yield TenantUse(tenant_id=tenant_id, running=line.running, waiting=line.waiting_requests, kv_bytes=kv_bytes)
+
+    def _blocks(self, size_bytes: int | None) -> int | None:
+        return size_bytes // self._block_bytes if size_bytes is not None and self._block_bytes else None
 
     def _call(self, ask: Ask, max_tokens: int, *, shared: bool) -> Call:
         return Call(ask, max_tokens, self.queue.line(ask.tenant_id).account.mean_output, shared=shared)
@@ -283,30 +263,8 @@ class Admission:
         if self.queue.has_waiting:
             self.pump()
 
-    async def _terms(self, place: Place) -> TenantLimits:
-        """:raises WorkerUnavailable: what the tenant may use is not known here."""
-        loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + _TERMS_PATIENCE_S
-        while True:
-            if self._synced and not self._has_shares:
-                return _DEFAULTS
-            limits = self._limits.get(place.tenant_id)
-            if limits is not None and self._synced:
-                return limits
-            try:
-                async with asyncio.timeout_at(give_up_s):
-                    await self._terms_changed.wait()
-            except TimeoutError:
-                raise WorkerUnavailable(
-                    "this worker has not been told yet what the tenant may use; nothing was started", retry_after_s=1.0
-                ) from None
-
     def _time(self) -> float:
         return asyncio.get_running_loop().time()
-
-    def _tell_terms_changed(self) -> None:
-        self._terms_changed.set()
-        self._terms_changed = asyncio.Event()
 
     def _retry_after_s(self, tenant_id: str) -> float:
         """About when its tenant's queue will have moved up."""

@@ -18,14 +18,14 @@ def refusal(short: Short, block_bytes: int, retry_after_s: float) -> TenantryErr
     if short.limit is Limit.KV:
         return KvQuotaExceeded(
             f"the request needs {short.asked * block_bytes} bytes of KV cache for its prompt and max_tokens over all samples; the tenant "
-            f"may hold {short.allowed * block_bytes} on this worker and holds {short.held * block_bytes}: ask for fewer tokens",
+            f"may hold {short.allowed * block_bytes} of this worker and holds {short.held * block_bytes}: ask for fewer tokens",
             asked_bytes=short.asked * block_bytes,
             held_bytes=short.held * block_bytes,
             limit_bytes=short.allowed * block_bytes,
         )
     if short.limit is Limit.CONCURRENT:
         return ConcurrencyExceeded(
-            "the tenant may run no request on this worker",
+            "the tenant may run no requests",
             asked=short.asked,
             held=short.held,
             limit=short.allowed,

@@ -23,25 +23,25 @@ class TenantShares:
         self._me = me
         self._prefix_length = len(shares_key(me.pool_id, ""))
         self._mirror = Mirror(bus, bucket, self._changed, keys=f"{SHARES_PREFIX}{me.pool_id}.*")
-        admission.expect_shares()
+        admission.tenants.expect_shares()
 
     async def run(self) -> None:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._mirror.run())
             await self._mirror.synced.wait()
-            self._admission.shares_synced()
+            self._admission.tenants.shares_synced()
 
     def _changed(self, key: str, entry: Entry | None) -> None:
         tenant_id = key[self._prefix_length :]
         if entry is None:
-            self._admission.forget_tenant(tenant_id)
+            self._admission.tenants.forget(tenant_id)
             return
         try:
             shares = decode_shares(entry.value)
         except msgspec.MsgspecError as error:
             log.error("shares.unreadable", key=key, error=type(error).__name__)
-            self._admission.forget_tenant(tenant_id)
+            self._admission.tenants.forget(tenant_id)
             return
         share = shares.workers.get(self._me.worker_id)
         if share is not None and share.incarnation != self._me.incarnation:

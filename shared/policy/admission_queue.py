@@ -180,8 +180,8 @@ class AdmissionQueue:
         seats = self.room.shape.seats
         if seats and ask.most_seats > seats:
             return Short(Limit.SEATS, ask.most_seats, line.seats, seats, never=True)
-        if line.terms.concurrent is not None and line.terms.concurrent < 1:
-            return Short(Limit.CONCURRENT, 1, line.running, line.terms.concurrent, never=True)
+        if line.terms.most_concurrent is not None and line.terms.most_concurrent < 1:
+            return Short(Limit.CONCURRENT, 1, line.running, line.terms.most_concurrent, never=True)
         if fit is Fit.NEVER:
             return Short(Limit.KV, ask.all_blocks, self.ledger.held_by(ask.tenant_id), self.ledger.limit_of(ask.tenant_id), never=True)
         return None

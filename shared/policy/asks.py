@@ -9,10 +9,11 @@ from shared.policy.kv_ledger import KvShare
 
 
 class TenantTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's limits on this worker. None: not limited."""
+    """A tenant's limits on this worker; None: not limited. What exceeds its part and not its quota waits: parts move to where work does."""
 
     kv: KvShare = KvShare()
-    concurrent: int | None = None
+    concurrent: int | None = None  # this worker's part
+    most_concurrent: int | None = None  # the whole quota
     weight: int = 1
     queue_limit: int = 256
 

@@ -11,16 +11,20 @@ import msgspec
 
 class Fit(Enum):
     NOW = "now"
-    OWN_FULL = "own_full"  # the tenant's own share has no room now
+    OWN_FULL = "own_full"  # the tenant's own share here has no room now
     ROOM_FULL = "room_full"  # its share has room, the engine's cache has none now, or what is left is promised to others
     NEVER = "never"  # more than it could ever hold here
 
 
 class KvShare(msgspec.Struct, frozen=True):
-    """`blocks` None: no share of its own; it then has what nobody is guaranteed, together with all others like it."""
+    """`blocks` None: no share of its own; it then has what nobody is guaranteed, together with all others like it.
+
+    `most`: its whole quota, of which `blocks` are this worker's part now and may become more; None: `blocks`.
+    """
 
     blocks: int | None = None
     burst: bool = False
+    most: int | None = None
 
     @property
     def guaranteed(self) -> int:
@@ -75,10 +79,13 @@ class KvLedger:
         share = self._shares.get(tenant_id, _NONE)
         if share.burst:
             return self.blocks
-        return min(self.blocks, share.blocks) if share.blocks is not None else max(0, self.blocks - self.guaranteed)
+        if share.blocks is None:
+            return max(0, self.blocks - self.guaranteed)
+        return min(self.blocks, share.blocks if share.most is None else share.most)
 
     def over_share(self, tenant_id: str) -> int:
-        return max(0, self.held_by(tenant_id) - self.limit_of(tenant_id))
+        share = self._share(tenant_id)
+        return 0 if share.burst or share.blocks is None else max(0, self.held_by(tenant_id) - share.blocks)
 
     def set_share(self, tenant_id: str, share: KvShare) -> None:
         held, before = self.held_by(tenant_id), self._share(tenant_id).guaranteed

@@ -42,6 +42,10 @@ async def worker(nats_server: EmbeddedNats, registry: FakeRegistry, tmp_path: Pa
         yield worker
 
 
+def quota(blocks: int) -> TenantLimits:
+    return TenantLimits(kv_quota_bytes=blocks * KV_BLOCK_BYTES)
+
+
 def of(worker: WorkerHere, tenant: str) -> Handle:
     return msgspec.structs.replace(worker.handle(), tenant_id=tenant, tenant=tenant)
 
@@ -64,7 +68,7 @@ def held(worker: WorkerHere) -> int:
 async def test_a_request_over_the_share_is_refused_before_anything_is_sent(
     worker: WorkerHere, router: FakeRouter, registry: FakeRegistry, stream: bool
 ) -> None:
-    await registry.shared(await registry.share("t1", TenantLimits(kv_quota_bytes=1), kv_bytes=4 * KV_BLOCK_BYTES))
+    await registry.shared(await registry.share("t1", quota(4), kv_bytes=4 * KV_BLOCK_BYTES))
     answer = await router.asked(of(worker, "t1"), tokens=200, stream=stream)
     assert answer.kinds == [FrameKind.ACCEPTED, FrameKind.ERROR]
     assert answer.error == "kv_quota_exceeded"
@@ -80,11 +84,11 @@ async def test_all_prompts_and_samples_count_in_one_decision_and_come_back_whole
 ) -> None:
     body = {"model": "x", "prompt": "one", "max_tokens": 15, "stream": True, **fields}
     options: dict[str, Any] = {"path": COMPLETIONS, "body": msgspec.json.encode(body)}
-    await registry.shared(await registry.share("t1", TenantLimits(kv_quota_bytes=1), kv_bytes=4 * KV_BLOCK_BYTES))
+    await registry.shared(await registry.share("t1", quota(4), kv_bytes=4 * KV_BLOCK_BYTES))
     answer = await router.asked(of(worker, "t1"), **options)
     assert answer.kinds == [FrameKind.ACCEPTED, FrameKind.ERROR]
     assert told(answer)["asked_bytes"] >= 5 * KV_BLOCK_BYTES
-    await registry.shared(await registry.share("t1", TenantLimits(kv_quota_bytes=1), kv_bytes=6 * KV_BLOCK_BYTES))
+    await registry.shared(await registry.share("t1", quota(6), kv_bytes=6 * KV_BLOCK_BYTES))
     answer = await router.asked(of(worker, "t1"), **options)
     assert answer.error == ""
     count = told_choices(answer)
@@ -186,6 +190,18 @@ async def test_a_tenant_whose_shares_are_not_known_is_told_to_come_again_once_ot
     assert (await router.answer(late)).error == ""
 
 
+async def test_what_the_quota_allows_and_the_part_does_not_waits_until_the_part_grows(
+    worker: WorkerHere, router: FakeRouter, registry: FakeRegistry
+) -> None:
+    limits = TenantLimits(max_concurrent=1, kv_quota_bytes=8 * KV_BLOCK_BYTES)
+    await registry.shared(await registry.share("t1", limits, concurrent=0, kv_bytes=0))
+    key = await router.ask(of(worker, "t1"), tokens=100)
+    await eventually(lambda: any(use.waiting for use in registry.reports["w1"].tenants))
+    assert router.answers[key].kinds == [FrameKind.ACCEPTED]
+    await registry.share("t1", limits, concurrent=1, kv_bytes=8 * KV_BLOCK_BYTES)
+    assert (await router.answer(key)).error == ""
+
+
 async def test_a_part_of_another_incarnation_is_nobodys(worker: WorkerHere, router: FakeRouter, registry: FakeRegistry) -> None:
     await registry.shared(await registry.share("t1", TenantLimits(max_concurrent=4), concurrent=4, incarnation="earlier"))
     assert (await router.asked(of(worker, "t1"), tokens=1)).error == "worker_unavailable"
@@ -194,10 +210,10 @@ async def test_a_part_of_another_incarnation_is_nobodys(worker: WorkerHere, rout
 async def test_a_share_that_is_cut_evicts_nothing_and_the_report_shows_both(
     worker: WorkerHere, router: FakeRouter, registry: FakeRegistry
 ) -> None:
-    await registry.shared(await registry.share("t1", TenantLimits(kv_quota_bytes=1), kv_bytes=10 * KV_BLOCK_BYTES))
+    await registry.shared(await registry.share("t1", quota(10), kv_bytes=10 * KV_BLOCK_BYTES))
     running = await router.ask(of(worker, "t1"), tokens=120)
     await eventually(lambda: router.answers[running].body)
-    await registry.shared(await registry.share("t1", TenantLimits(kv_quota_bytes=1), kv_bytes=2 * KV_BLOCK_BYTES))
+    await registry.shared(await registry.share("t1", quota(2), kv_bytes=2 * KV_BLOCK_BYTES))
     (use,) = registry.reports["w1"].tenants
     assert use.kv_bytes == 8 * KV_BLOCK_BYTES
     answer = await router.answer(running)
@@ -230,7 +246,7 @@ async def test_a_workers_restart_starts_with_empty_books(
     """The requests of an incarnation that died hold nothing of the next one's."""
     for round_number in range(2):
         async with worker_here(nats_server, tmp_path / "w1", grace_s=0.1) as worker:
-            await registry.shared(await registry.share("t1", TenantLimits(kv_quota_bytes=1), kv_bytes=3 * KV_BLOCK_BYTES))
+            await registry.shared(await registry.share("t1", quota(3), kv_bytes=3 * KV_BLOCK_BYTES))
             key = await router.ask(of(worker, "t1"), prompt="[[hang]]", tokens=40)
             await eventually(lambda at=worker: held(at) == 3)
             assert (await router.asked(of(worker, "t1"), tokens=1000)).error == "kv_quota_exceeded", round_number

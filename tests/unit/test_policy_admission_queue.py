@@ -103,7 +103,7 @@ def test_a_tenant_at_its_own_limit_waits_alone() -> None:
 
 
 def test_what_can_never_fit_is_refused_with_asked_held_and_allowed() -> None:
-    queue = made(a=TenantTerms(kv=KvShare(10)), b=TenantTerms(concurrent=0))
+    queue = made(a=TenantTerms(kv=KvShare(10)), b=TenantTerms(concurrent=0, most_concurrent=0))
     short = queue.offer(ask("a1", blocks=11))
     assert short is not None
     assert (short.limit, short.asked, short.held, short.allowed, short.never) == (Limit.KV, 11, 0, 10, True)
@@ -113,6 +113,19 @@ def test_what_can_never_fit_is_refused_with_asked_held_and_allowed() -> None:
     short = queue.offer(ask("c1", "c", seats=9))
     assert short is not None
     assert (short.limit, short.asked, short.allowed) == (Limit.SEATS, 9, 8)
+
+
+def test_what_the_quota_allows_and_this_workers_part_does_not_waits_for_the_part_to_grow() -> None:
+    queue = made(a=TenantTerms(kv=KvShare(4, False, 12)), b=TenantTerms(concurrent=0, most_concurrent=2))
+    large, first = ask("a1", blocks=10), ask("b1", "b")
+    assert not offered(queue, large)
+    assert not offered(queue, first)
+    queue.set_terms("a", TenantTerms(kv=KvShare(12, False, 12)))
+    queue.set_terms("b", TenantTerms(concurrent=1, most_concurrent=2))
+    assert {one.key for one in queue.take()} == {"a1", "b1"}
+    short = queue.offer(ask("a2", blocks=13))
+    assert short is not None
+    assert (short.limit, short.allowed, short.never) == (Limit.KV, 12, True)
 
 
 def test_a_full_queue_refuses_at_once_and_only_its_own_tenant() -> None:

@@ -299,12 +299,12 @@ async def test_where_no_tenant_has_shares_everybody_has_the_defaults_and_once_on
 @virtual
 async def test_before_the_first_snapshot_of_shares_nobody_is_let_in() -> None:
     desk = Desk()
-    desk.governor.admission.expect_shares()
+    desk.governor.admission.tenants.expect_shares()
     assert isinstance(await desk.refused(desk.attempt()), WorkerUnavailable)
     async with asyncio.TaskGroup() as group:
         asking = group.create_task(desk.admit(desk.attempt()))
         await settle()
-        desk.governor.admission.shares_synced()
+        desk.governor.admission.tenants.shares_synced()
         await settle()
         assert asking.done()
 
