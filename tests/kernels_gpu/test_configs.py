@@ -41,6 +41,13 @@ def test_what_nobody_tuned_gets_the_plain_rule(folder: Path, changes: dict[str, 
     assert tiles_for(shape(4, **changes), CPU) == default_tiles(shape(4, **changes))
 
 
+@pytest.mark.parametrize("rows", [1, 512])
+def test_batches_far_from_what_was_tuned_get_the_plain_rule(folder: Path, rows: int) -> None:
+    (folder / file_name("cpu")).write_text(json.dumps({"entries": [entry(16, num_warps=8)]}))
+    assert tiles_for(shape(2), CPU) == tiles_for(shape(128), CPU) != default_tiles(shape(2))
+    assert tiles_for(shape(rows), CPU) == default_tiles(shape(rows))
+
+
 def test_a_gpu_nobody_tuned_gets_the_plain_rule_at_every_rank(folder: Path) -> None:
     for op in configs.OPS:
         for rank in (1, 8, 16, 24, 32, 64, 128, 256):

@@ -1,6 +1,7 @@
 """`python -m lora_kernels.bench`: the ops' tests, then their times beside vLLM's, into benchmarks/h200.json. Red tests: nothing."""
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def main() -> int:
         return 1
     bandwidth, rows, failed = copy_bandwidth(), [], []
     head = about(bandwidth)
+    gc.freeze()  # vLLM's modules are a million objects: each row's collection would walk them all
     for first in range(0, len(keys), SAVED_AT_ONCE):
         some = []
         for key in keys[first : first + SAVED_AT_ONCE]:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +13,7 @@ from lora_kernels.bench.rows import Key
 def start(keys: Sequence[Key], *, with_vllm: bool, processes: int | None = None) -> ProcessPoolExecutor:
     """Begins; the pool's `shutdown()` waits for the end. A case that fails here is told of and fails again when it is timed."""
     processes = processes or max(1, min(8, (os.cpu_count() or 2) // 2, len(keys)))
+    keys = random.Random(0).sample(list(keys), len(keys))  # neighbours compile the same kernels: not at the same time
     pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
     for key in keys:
         pool.submit(compile_case, key, with_vllm=with_vllm)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+FARTHEST = 8
+"""Times as many or as few rows as an entry was tuned for: beyond, the rule knows better which path to take."""
 FOLDER_VARIABLE = "LORA_KERNELS_CONFIG_DIR"
 OPS = ("moe_shrink", "moe_expand", "dense_shrink", "dense_expand")
 PATHS = dict.fromkeys(("moe_shrink", "moe_expand"), ("pairs", "groups")) | dict.fromkeys(
@@ -100,6 +102,7 @@ def _choose(shape: Shape, gpu: str, user_folder: str) -> Tiles:
             (entry, tiles)
             for entry, tiles in (_read(folder, gpu) if folder else ())
             if (entry.op, entry.dtype, padded_rank(entry.rank)) == (shape.op, shape.dtype, padded_rank(shape.rank))
+            and shape.rows / FARTHEST <= entry.rows <= shape.rows * FARTHEST
         ]
         if fitting:
             return min(fitting, key=lambda found: (_distance(found[0], shape), -found[0].rows))[1]  # between two, the larger's
