@@ -11,6 +11,7 @@ MODELS = ("gptoss-20b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-32b-tp4", "llama-3.
 PREFILL_MODELS = ("gptoss-20b", "qwen3-30b-a3b")
 DECODE_TOKENS = (1, 8, 16, 32, 64, 128, 256)
 DENSE_TOKENS = (1, 8, 32)
+LARGE_DENSE_TOKENS = (8, 32, 6400)
 PREFILL_SHAPES = ((1600, 1), (6400, 8), (12800, 8))
 """(tokens, adapters)."""
 RANK, ADAPTERS = 32, 8
@@ -37,9 +38,10 @@ class Wanted:
 
 
 def select(wanted: Wanted) -> list[Key]:
-    """In the order of the tables."""
+    """In the order of the tables; the usual rank, adapters and routing before the others, for a run that may be cut."""
     makers = {"moe": _moe, "dense": _dense, "prefill": _prefill, "work_list": _work_list}
-    return [key for op in OPS if op in wanted.ops for key in makers[op](wanted)]
+    keys = [key for op in OPS if op in wanted.ops for key in makers[op](wanted)]
+    return sorted(keys, key=lambda key: key.rank != RANK or key.adapters > ADAPTERS or key.routing != "uniform")
 
 
 def _shapes(wanted: Wanted, tokens: Sequence[int], few: Sequence[int]) -> Iterator[dict]:
@@ -73,8 +75,9 @@ def _wants(wanted: Wanted, layer: DenseLayer) -> bool:
 
 def _dense(wanted: Wanted) -> Iterator[Key]:
     for layer in (layer for layer in DENSE if _wants(wanted, layer)):
-        prefill, few = ([tokens for tokens, _ in PREFILL_SHAPES], (8,)) if layer.model == MODELS[0] else ((6400,), ())
-        for shape in _shapes(wanted, [*DENSE_TOKENS, *prefill], few):
+        small = layer.model in PREFILL_MODELS
+        tokens = [*DENSE_TOKENS, *(count for count, _ in PREFILL_SHAPES)] if small else LARGE_DENSE_TOKENS
+        for shape in _shapes(wanted, tokens, (8,) if layer.model == MODELS[0] else ()):
             yield Key(op="dense_lora", model=layer.model, layer=layer.layer, **_as_served(wanted, shape))
 
 
