@@ -12,6 +12,8 @@ from lora_kernels.bench.selection import ADAPTERS, RANK
 
 README = ROOT / "kernels" / "README.md"
 FIGURES = ROOT / "kernels" / "benchmarks" / "h200.json"
+TARGETS = FIGURES.with_name("targets.json")
+"""What was set out for: us at most, times vLLM's at least."""
 NAMES = {"gptoss-20b": "GPT-OSS-20B", "qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3-32b": "Qwen3-32B", "llama-3.3-70b": "Llama-3.3-70B",
          "qwen3-32b-tp4": "Qwen3-32B / 4", "llama-3.3-70b-tp4": "Llama-3.3-70B / 4"}  # fmt: skip
 EXPERT_MODELS = ("gptoss-20b", "qwen3-30b-a3b")
@@ -128,8 +130,29 @@ def behind(rows: Rows) -> str:
     return f"Slower than vLLM's by more than 5%, of {len(rows)} rows: " + "; ".join(names) + "."
 
 
+def targets(rows: Rows) -> str:
+    """How many of the targets are reached, and which are not."""
+    document = json.loads(TARGETS.read_text())
+    behind, known = [], 0
+    for target in document["rows"]:
+        row = rows.get(key_of(target))
+        if row is None:
+            continue
+        known += 1
+        most, times = target.get("us"), target.get("times")
+        slow = most is not None and row["us"] > most * document["tolerated"]
+        close = times is not None and row["vllm_us"] is not None and row["vllm_us"] / row["us"] < times / document["tolerated"]
+        if slow or close:
+            asked = " and ".join([f"{most} us"] * slow + [f"{times}×"] * close)
+            name = " ".join(str(part) for part in (NAMES[row["model"]], row.get("layer", ""), f"{row['tokens']:,}") if part)
+            behind.append(f"{name}: {_short(row)}, set out for {asked}")
+    told = f"{known - len(behind)} of the {known} figures set out for (`benchmarks/targets.json`) are reached, 5% tolerated"
+    return f"{told}. Not: {'; '.join(behind)}." if behind else f"{told}."
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "decode": decode, "prefill": prefill, "work_list": work_list, "dense": dense, "others": others, "behind": behind,
+    "targets": targets,
 }  # fmt: skip
 
 
