@@ -39,7 +39,7 @@ from shared.contracts.inference import (
 from shared.contracts.inference import encode as encode_frames
 from shared.contracts.usage import USAGE_STREAM, USAGE_SUBJECTS
 from shared.policy.lifecycle import AdapterState
-from shared.runtime import Stop
+from shared.runtime import Stop, end
 
 BASE = "demo@" + "ab" * 32
 ADMIN_KEY = "admin-secret"
@@ -365,8 +365,7 @@ async def cluster(nats: EmbeddedNats, *, entry: PoolEntry | None = None, **setti
             finally:
                 running.stop.set("test over")
                 await asyncio.wait([serving], timeout=20)
-                beating.cancel()
-                serving.cancel()
+                await end([beating, serving])
                 for attempt in worker.attempts:
                     attempt.cancelled.set()
     await bus.close()

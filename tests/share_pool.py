@@ -11,6 +11,7 @@ from shared.bus import Bus, Entry, Mirror, open_bucket
 from shared.contracts import admin, state, tenancy, workers
 from shared.contracts.errors import to_error
 from shared.contracts.tenancy import Share, TenantShares
+from shared.runtime import end
 from tests.integration.registry_rig import BASE, LIMITS, POOL
 
 _REPORT_S = 0.03
@@ -122,7 +123,7 @@ async def watching(bus: Bus, tenant_id: str, tally: Tally) -> AsyncIterator[None
         task = group.create_task(mirror.run())
         await mirror.synced.wait()
         yield
-        task.cancel()
+        await end([task])
 
 
 async def route(pool: Sequence[ShareWorker], tally: Tally, attempts: int, chance: random.Random, favourite_every: int = 60) -> None:
