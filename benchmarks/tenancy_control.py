@@ -46,6 +46,7 @@ from shared.policy.admission import Ask, decide, held_bytes
 from shared.policy.lifecycle import AdapterState
 from shared.policy.mounts import Change
 from shared.policy.placement import slots_held
+from shared.runtime import end
 from tests.integration.registry_rig import Admin
 from tests.integration.test_shares import registries, working
 from tests.share_pool import ShareWorker, Tally, route, watching
@@ -193,7 +194,7 @@ async def visible(bus: Bus, server: EmbeddedNats, values: dict[str, bytes], roun
             mirror = Mirror(own, await open_bucket(own, state.STATE_BUCKET), table.apply)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             task = tasks.create_task(mirror.run())
-            stack.callback(task.cancel)
+            stack.push_async_callback(end, [task])
             await mirror.synced.wait()
             tables.append(table)
         pool_key = next(key for key in values if key.startswith(state.POOL_PREFIX))
