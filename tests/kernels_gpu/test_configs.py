@@ -35,10 +35,33 @@ def test_the_nearest_entry_of_the_users_folder_is_taken(folder: Path) -> None:
     assert tiles_for(shape(200), CPU).block == 512
 
 
-@pytest.mark.parametrize("changes", [{"rank": 256}, {"dtype": "float16"}, {"op": "moe_expand"}], ids=str)
+@pytest.mark.parametrize("changes", [{"rank": 256}, {"dtype": "float32"}, {"op": "moe_expand"}], ids=str)
 def test_what_nobody_tuned_gets_the_plain_rule(folder: Path, changes: dict[str, str | int]) -> None:
     (folder / file_name("cpu")).write_text(json.dumps({"entries": [entry(4, num_warps=8)]}))
     assert tiles_for(shape(4, **changes), CPU) == default_tiles(shape(4, **changes))
+
+
+@pytest.mark.parametrize(("rank", "block"), [(8, 256), (16, 256), (32, 256), (64, 128)])
+def test_ranks_beside_a_tuned_one_get_its_tiles_as_large_as_they_fit(folder: Path, rank: int, block: int) -> None:
+    (folder / file_name("cpu")).write_text(json.dumps({"entries": [entry(4, num_warps=8)]}))
+    assert tiles_for(shape(4, rank=rank), CPU) == Tiles(path="pairs", block=block, num_warps=8)
+
+
+def test_an_entry_of_the_rank_itself_goes_before_a_neighbours(folder: Path) -> None:
+    own = {**entry(8, num_warps=2), "rank": 16}
+    (folder / file_name("cpu")).write_text(json.dumps({"entries": [entry(4, num_warps=8), own]}))
+    assert tiles_for(shape(4, rank=16), CPU).num_warps == 2
+
+
+def test_tiles_of_groups_walk_as_far_at_twice_the_rank(folder: Path) -> None:
+    grouped = {**entry(4), "tiles": {"path": "groups", "block": 64, "steps": 12, "stages": 4}}
+    (folder / file_name("cpu")).write_text(json.dumps({"entries": [grouped]}))
+    assert tiles_for(shape(4, rank=64), CPU) == Tiles(path="groups", block=32, steps=24, stages=4)
+
+
+def test_float16_gets_what_was_tuned_for_bfloat16(folder: Path) -> None:
+    (folder / file_name("cpu")).write_text(json.dumps({"entries": [entry(4, num_warps=8)]}))
+    assert tiles_for(shape(4, dtype="float16"), CPU).num_warps == 8
 
 
 @pytest.mark.parametrize("rows", [1, 512])

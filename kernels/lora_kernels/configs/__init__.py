@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,11 @@ def file_name(gpu: str) -> str:
     return gpu.replace(" ", "_").replace("/", "_") + ".json"
 
 
+def bits(dtype: str) -> int:
+    """Of an element: what is read and held is what tiles are chosen for, so bfloat16 and float16 share them."""
+    return 32 if dtype == "float32" else 16
+
+
 def padded_rank(rank: int) -> int:
     """The power of two the kernels compute a rank with."""
     return max(16, 1 << (rank - 1).bit_length())
@@ -101,12 +106,21 @@ def _choose(shape: Shape, gpu: str, user_folder: str) -> Tiles:
         fitting = [
             (entry, tiles)
             for entry, tiles in (_read(folder, gpu) if folder else ())
-            if (entry.op, entry.dtype, padded_rank(entry.rank)) == (shape.op, shape.dtype, padded_rank(shape.rank))
+            if (entry.op, bits(entry.dtype)) == (shape.op, bits(shape.dtype))
+            and padded_rank(shape.rank) <= 2 * padded_rank(entry.rank) <= 4 * padded_rank(shape.rank)
             and shape.rows / FARTHEST <= entry.rows <= shape.rows * FARTHEST
         ]
         if fitting:
-            return min(fitting, key=lambda found: (_distance(found[0], shape), -found[0].rows))[1]  # between two, the larger's
+            entry, tiles = min(fitting, key=lambda found: (_distance(found[0], shape), -found[0].rows))  # between two, the larger's
+            return _for_rank(tiles, padded_rank(shape.rank) // padded_rank(entry.rank))
     return default_tiles(shape)
+
+
+def _for_rank(tiles: Tiles, times: int) -> Tiles:
+    """An entry's tiles at a higher rank: a program holds as much as before. At a lower one they are as they were."""
+    if times <= 1 or tiles.block < 32 * times:
+        return tiles
+    return replace(tiles, block=tiles.block // times, steps=tiles.steps * (1 if tiles.path == "pairs" else times))
 
 
 def _distance(entry: Shape, shape: Shape) -> float:
@@ -114,7 +128,8 @@ def _distance(entry: Shape, shape: Shape) -> float:
         return abs(math.log2(max(one, 1) / max(other, 1)))
 
     return (
-        4 * apart(entry.rows, shape.rows)
+        8 * apart(padded_rank(entry.rank), padded_rank(shape.rank))
+        + 4 * apart(entry.rows, shape.rows)
         + 2 * apart(entry.slices, shape.slices)
         + apart(entry.width, shape.width)
         + apart(entry.adapters, shape.adapters)

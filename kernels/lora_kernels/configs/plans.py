@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lora_kernels.configs import FOLDER_VARIABLE, ConfigError, file_name, padded_rank
+from lora_kernels.configs import FOLDER_VARIABLE, ConfigError, bits, file_name, padded_rank
 from lora_kernels.moe_prefill.plan import PrefillPlan, plan_prefill
 
 NEAR = 1.5
@@ -37,10 +37,10 @@ class LayerShape:
     num_adapters: int
     num_tokens: int
 
-    def layer(self) -> tuple[str | int, ...]:
+    def layer(self) -> tuple[int, ...]:
         """What must be an entry's own: the parts a plan cuts a layer into divide its sizes."""
         sizes = (self.hidden_size, self.intermediate_size, self.slices, self.num_experts, self.top_k)
-        return (self.dtype, padded_rank(self.rank), *sizes)
+        return (bits(self.dtype), padded_rank(self.rank), *sizes)
 
 
 def plan_for(shape: LayerShape, device: torch.device) -> PrefillPlan:
