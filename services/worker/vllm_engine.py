@@ -229,7 +229,7 @@ class VllmEngine:
             max_model_len=model.max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
             endpoints=vllm_app.endpoints(tasks),
-            kv_blocks=cache.num_gpu_blocks or 0,
+            kv_blocks=max(0, (cache.num_gpu_blocks or 0) - 1),  # one is vLLM's own, for rows that are nobody's
             kv_block_tokens=cache.block_size if cache.num_gpu_blocks else 0,
             kv_block_bytes=kv_bytes // cache.num_gpu_blocks if cache.num_gpu_blocks else 0,
             kv_groups=tuple(KvGroup(**group) for group in groups),
