@@ -190,7 +190,7 @@ def list_all(data: access.DataOption = access.DATA, url: access.UrlOption = "", 
         (
             view.name,
             str(view.adapters),
-            f"{megabytes(view.vram_held_bytes)} / {megabytes(view.vram_quota_bytes)}",
+            f"{megabytes(view.vram_held_bytes)} / {megabytes(view.vram_quota_bytes)}" + (" OVER" if view.over_quota else ""),
             megabytes(view.upgrade_headroom_bytes),
             "yes" if view.base_allowed else "no",
             view.default_adapter or "-",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,37 @@ def test_a_tenant_is_added_gets_a_key_an_adapter_and_drains_it(up: Up) -> None:
     assert "contracts" not in tenantry(up, "adapter", "list")
     assert "contracts" in tenantry(up, "ask", "legal", "hello", "--adapter", "contracts", expected=1)
     assert tenantry(up, "tenant", "remove", "legal")
+
+
+def test_a_tenants_limits_and_keys_from_the_command_line(up: Up) -> None:
+    tenantry(up, "tenant", "add", "ltd", "--quota-mb", "100", "--requests-per-minute", "2", "--max-concurrent", "4")
+    made = json.loads(tenantry(up, "tenant", "key", "ltd", "--save", "--scope", "infer", "--scope", "adapters", "--json"))
+    assert made["scopes"] == ["infer", "adapters"]
+    said = tenantry(up, "tenant", "key", "list", "ltd")
+    assert made["secret"][:10] in said
+    assert made["secret"] not in said
+    headers = {"authorization": f"Bearer {made['secret']}"}
+    url = f"http://127.0.0.1:{up.port}"
+    while datetime.now(UTC).second > 45:
+        time.sleep(0.5)  # the budget is of one minute
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "model": "qwen3-moe-demo"}
+    answers = [httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, trust_env=False) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[2].json()["error"]["code"] == "request_rate_exceeded"
+    view = json.loads(tenantry(up, "tenant", "show", "ltd", "--json"))
+    figures = {figure["resource"]: (figure["held"], figure.get("allowed")) for figure in view["figures"]}
+    assert figures["requests_per_minute"] == (2, 2)
+    assert figures["concurrent"][1] == 4
+    assert "requests_per_minute" in tenantry(up, "tenant", "show", "ltd")
+    assert "ltd" in tenantry(up, "tenant", "update", "ltd", "--requests-per-minute", "none")
+    new = json.loads(tenantry(up, "tenant", "key", "rotate", made["key_id"], "--overlap", "0", "--json"))
+    assert new["replaces"] == made["key_id"]
+
+    def status(secret: str) -> int:
+        return httpx.get(f"{url}/admin/v1/adapters/ltd", headers={"authorization": f"Bearer {secret}"}, trust_env=False).status_code
+
+    wait(lambda: (status(new["secret"]), status(made["secret"])) == (200, 401), 5.0, "the old key is over and the new one works")
+    assert tenantry(up, "tenant", "remove", "ltd")
 
 
 def test_modes_other_than_draining_are_refused(up: Up) -> None:
