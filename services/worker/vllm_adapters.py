@@ -19,28 +19,38 @@ from shared.errors import EngineError, LoadFailed
 
 log = structlog.get_logger()
 
-PROBE_TOKENS = 48
+PROBE_TOKENS = 16  # generated, from a prompt of one: steps like any other of a running batch, none held up by a prompt
 _WARM_NAME, _WARM_ID = "tenantry-warm-up", 1_000_000
 _WARM_TOGETHER = 8
-_WARM_TOKENS = 2
+_WARM_PROMPT_TOKENS = 48
 LEAST_DIFFERENCE = 1e-6
 NOISE_FACTOR = 4.0  # batches of other sizes round differently: what two probes of the base differ by is not an effect
 
 LogProbabilities = list[dict[int, float]]
 
 
-def probe_prompt(vocabulary: int, limit: int) -> list[int]:
+def probe_prompt(vocabulary: int, tokens: int) -> list[int]:
     """Token ids spread over the vocabulary, always the same."""
-    return [(7919 * index + 13) % vocabulary for index in range(max(2, min(PROBE_TOKENS, limit)))]
+    return [(7919 * index + 13) % vocabulary for index in range(1, tokens + 1)]
 
 
 def largest_difference(left: LogProbabilities, right: LogProbabilities) -> float:
-    """Of the log-probabilities that both have, position by position. NaN on either side is infinite."""
+    """Between the log-probabilities of the likeliest tokens, position by position, up to the first where the answers part: what follows
+    there follows other words. A token that one side does not list is at most as likely there as the last it lists. NaN is infinite."""
     largest = 0.0
     for mine, theirs in zip(left, right, strict=True):
-        for token in mine.keys() & theirs.keys():
-            difference = abs(mine[token] - theirs[token])
-            largest = max(largest, math.inf if math.isnan(difference) else difference)
+        if any(math.isnan(value) for value in (*mine.values(), *theirs.values())):
+            return math.inf
+        mine_last, theirs_last = min(mine.values()), min(theirs.values())
+        for token in mine.keys() | theirs.keys():
+            here, there = mine.get(token), theirs.get(token)
+            if here is None or there is None:
+                difference = (here - theirs_last) if here is not None else (theirs[token] - mine_last)
+            else:
+                difference = abs(here - there)
+            largest = max(largest, difference)
+        if max(mine, key=mine.__getitem__) != max(theirs, key=theirs.__getitem__):
+            break
     return largest
 
 
@@ -65,7 +75,8 @@ class LoadedAdapters:
         self._max_rank: int = slots["max_rank"]
         self._slots = len(slots["slots"])
         self._slot_bytes: int = slots["slot_bytes"]
-        self._prompt = probe_prompt(vocabulary, max_model_len - 2)
+        self._vocabulary = vocabulary
+        self._most_tokens = max_model_len - 1
         self._ids: dict[int, str] = {}  # every id ever given out; none is used twice
         self._proofs: dict[str, LoadProof] = {}
         self._changing = asyncio.Lock()
@@ -85,9 +96,10 @@ class LoadedAdapters:
         if await self._loading.load_zeros(request):
             try:
                 await self._probe(request)
-                async with asyncio.TaskGroup() as group:
-                    for number in range(_WARM_TOGETHER):
-                        group.create_task(self._probe(request if number % 2 else None, tokens=_WARM_TOKENS))
+                for prompt_tokens in (1, _WARM_PROMPT_TOKENS):
+                    async with asyncio.TaskGroup() as group:
+                        for number in range(_WARM_TOGETHER):
+                            group.create_task(self._probe(request if number % 2 else None, prompt_tokens))
             finally:
                 await self._loading.release(_WARM_ID)
         return time.monotonic() - started_s
@@ -203,8 +215,7 @@ class LoadedAdapters:
         return proof, loaded.chat_template
 
     async def _proven_difference(self, request: Any) -> float:
-        """With one step that others' tokens wait for: adapter and base are probed together, and what the base's answer differs by from
-        an earlier one is noise.
+        """Adapter and base are probed together, in the same steps; what the base's answer differs by from an earlier one is noise.
 
         :raises LoadFailed: the adapter changes nothing, or answers with what is no number.
         """
@@ -226,18 +237,19 @@ class LoadedAdapters:
             )
         return difference
 
-    async def _probe(self, request: Any, tokens: int = 1) -> LogProbabilities:
-        """Log-probabilities along the probe's prompt and of the token after it. The platform's own: past the governor, and with a
-        salt that no tenant has."""
-        params = self._vllm.sampling_params(max_tokens=tokens, temperature=0.0, logprobs=5, prompt_logprobs=1, detokenize=False)
-        prompt = {"type": "token", "prompt_token_ids": self._prompt, "cache_salt": "tenantry-probe"}
+    async def _probe(self, request: Any, prompt_tokens: int = 1) -> LogProbabilities:
+        """Log-probabilities of the tokens that greedily follow the probe's prompt. The platform's own: past the governor, and with a salt
+        that no tenant has."""
+        ids = probe_prompt(self._vocabulary, min(prompt_tokens, self._most_tokens - 1))
+        tokens = min(PROBE_TOKENS, self._most_tokens - len(ids))
+        params = self._vllm.sampling_params(max_tokens=tokens, temperature=0.0, logprobs=5, ignore_eos=True, detokenize=False)
+        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": "tenantry-probe"}
         last: Any = None
         async for output in self._engine.generate(prompt, params, f"probe-{next(self._probe_numbers)}", lora_request=request):
             last = output
-        if last is None or not last.outputs or not last.prompt_logprobs:
+        if last is None or not last.outputs or not last.outputs[0].logprobs:
             raise LoadFailed("the engine gave no answer to the probe", reason="probe_failed")
-        positions = [row for row in (*last.prompt_logprobs, *last.outputs[0].logprobs) if row]
-        return [{token: entry.logprob for token, entry in row.items()} for row in positions]
+        return [{token: entry.logprob for token, entry in row.items()} for row in last.outputs[0].logprobs]
 
     async def _discard(self, int_id: int) -> None:
         """After a failed load: vLLM keeps the id of an adapter that it could not activate, and would serve half of it."""

@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 CALL_LIMIT_S = 120.0  # one call to the engine about one adapter
 _FIRST_LOOK_S = 0.002
-_SLOWEST_LOOK_S = 0.02
+_SLOWEST_LOOK_S = 0.005
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):

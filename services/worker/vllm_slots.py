@@ -22,8 +22,8 @@ from services.worker import vllm_memory
 from services.worker.engine_image import PIECE_BYTES, Form, Part, SlotLayout, place
 from services.worker.vllm_blocks import zero_new_blocks
 
-GROUP_BYTES = 8 << 20
-"""Copied between two looks at the device: the engine's own transfers wait behind one piece, its Python behind one group's call."""
+GROUP_BYTES = 16 << 20
+"""Handed to the device in one call, with one more on its way: the engine's own transfers wait behind a piece, not behind a group."""
 
 zero_new_blocks()  # this module is imported before the cache is made
 
@@ -160,9 +160,10 @@ class SlotLoader:
             self._worker.remove_lora(lora_int_id)
             return {"state": "absent"}
         slot = self._manager.lora_index_to_id.index(lora_int_id)
+        # Nobody's until it is zero; first, so that nothing that comes with the removal zeroes it in the engine's loop.
+        self._manager.lora_index_to_id[slot] = -lora_int_id
         self._worker.remove_lora(lora_int_id)
         self._enable(slot, frozenset())
-        self._manager.lora_index_to_id[slot] = -lora_int_id  # nobody's until it is zero
         job = self._releases[slot] = _Job(slot, 0, (), [])
         self._start(job, lambda: self._zero(slot))
         return {"state": "zeroing", "slot": slot}
@@ -198,37 +199,36 @@ class SlotLoader:
     def _copy(self, source: torch.Tensor, slot: int) -> list[int]:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        group_bytes = 0
         for part, target in zip(self._layout.parts, self._slot(slot), strict=True):
-            whole = source[part.offset : part.offset + target.numel()]
             targets.extend(target.split(PIECE_BYTES))
-            sources.extend(whole.split(PIECE_BYTES))
-            group_bytes += target.numel()
-            if group_bytes >= GROUP_BYTES:
-                self._transfer(targets, sources)
-                targets, sources, group_bytes = [], [], 0
-        self._transfer(targets, sources)
+            sources.extend(source[part.offset : part.offset + target.numel()].split(PIECE_BYTES))
+        group_ends = [self._mark()]
+        first = 0
+        while first < len(targets):
+            last, size_bytes = first, 0
+            while last < len(targets) and size_bytes < GROUP_BYTES:
+                size_bytes += targets[last].numel()
+                last += 1
+            # One call for many pieces: it runs without the interpreter's lock.
+            torch._foreach_copy_(targets[first:last], sources[first:last], non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+            group_ends.append(self._mark())
+            _wait(group_ends[-2])  # the next group is on its way while this one is waited for
+            first = last
+        _wait(group_ends[-1])
         return _sums(self._slot(slot))
 
-    def _transfer(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        step = GROUP_BYTES // PIECE_BYTES
-        for first in range(0, len(targets), step):
-            # One call for many pieces: it runs without the interpreter's lock.
-            here, there = targets[first : first + step], sources[first : first + step]
-            torch._foreach_copy_(here, there, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
-            self._settle()
-
     def _zero(self, slot: int) -> list[int]:
-        for target in self._slot(slot):
-            target.zero_()
-        self._settle()
+        torch._foreach_zero_(self._slot(slot))  # pyright: ignore[reportPrivateImportUsage]
+        _wait(self._mark())
         return [int(found) for found in torch.stack([target.any() for target in self._slot(slot)]).cpu()]
 
-    def _settle(self) -> None:
-        if self._stream is not None:
-            event = torch.cuda.Event(blocking=True)
-            event.record(self._stream)
-            event.synchronize()
+    def _mark(self) -> Any:
+        """What the stream has to do up to here; None where there is no stream."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
 
     def _slot(self, slot: int) -> list[torch.Tensor]:
         """The slot's tensors as bytes."""
@@ -251,6 +251,11 @@ class SlotLoader:
         self._manager._registered_adapters[lora_int_id] = LoRAModel(lora_int_id, job.rank, loras)
         self._manager._active_adapters[lora_int_id] = None
         self._manager.pin_adapter(lora_int_id)
+
+
+def _wait(event: Any) -> None:
+    if event is not None:
+        event.synchronize()
 
 
 def _sums(parts: list[torch.Tensor]) -> list[int]:

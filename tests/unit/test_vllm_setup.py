@@ -258,14 +258,20 @@ def test_the_endpoints_follow_from_what_the_engine_can_do(tasks: tuple[str, ...]
 
 
 def test_a_probe_is_the_same_tokens_every_time_within_the_vocabulary() -> None:
-    assert probe_prompt(768, 1000) == probe_prompt(768, 1000)
-    assert len(set(probe_prompt(768, 1000))) == 48
-    assert max(probe_prompt(50, 1000)) < 50
-    assert len(probe_prompt(768, 10)) == 10
+    assert probe_prompt(768, 48) == probe_prompt(768, 48)
+    assert len(set(probe_prompt(768, 48))) == 48
+    assert max(probe_prompt(50, 48)) < 50
+
+
+def test_where_two_answers_part_the_comparison_ends() -> None:
+    ours = [{1: -0.5, 2: -1.0}, {3: -0.1, 4: -3.0}, {5: -1.0}]
+    parted = [{1: -0.5, 2: -1.0}, {4: -0.2, 3: -0.3}, {5: -9.0}]
+    assert largest_difference(ours, parted) == 2.8
 
 
 def test_probes_differ_by_the_largest_of_what_both_have() -> None:
     base = [{1: -0.5, 2: -1.0}, {3: -2.0}]
     assert largest_difference(base, base) == 0.0
-    assert largest_difference(base, [{1: -0.75, 9: -5.0}, {3: -2.5}]) == 0.5
+    assert largest_difference(base, [{1: -0.75, 2: -1.25}, {3: -2.5}]) == 0.5
+    assert largest_difference(base, [{7: -0.25, 8: -1.5}, {3: -2.0}]) == 1.0  # 1 is at most as likely there as 8
     assert largest_difference(base, [{1: float("nan")}, {3: -2.0}]) == float("inf")
