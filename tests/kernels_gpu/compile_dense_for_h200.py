@@ -10,6 +10,8 @@ from lora_kernels.configs import Shape, default_tiles, padded_rank
 from lora_kernels.dense_expand.kernel import expand_list_kernel, expand_slots_kernel
 from lora_kernels.dense_expand.op import reads_under_way
 from lora_kernels.dense_shrink.kernel import shrink_list_kernel, shrink_slots_kernel
+from lora_kernels.dense_shrink.op import MOST_JOINED_COLUMNS, WIDE_ROWS
+from lora_kernels.dense_shrink.paths import rank_block
 from machine_code import machine_code
 
 K, WIDTHS = 5120, (8192, 1024, 1024)
@@ -26,27 +28,20 @@ def compile_for(rank: int, tokens: int) -> None:
     shape = {"dtype": "bfloat16", "rank": rank, "slices": 3, "adapters": 8, "rows": tokens}
     shrink = default_tiles(Shape(op="dense_shrink", width=K, **shape))
     expand = default_tiles(Shape(op="dense_expand", width=sum(WIDTHS), **shape))
-    splits = -(-K // (shrink.block * shrink.steps))
+    wide, splits = shrink.rows >= WIDE_ROWS, -(-K // (shrink.block * shrink.steps))
     common = {"R": rank, "R_PAD": padded_rank(rank), "SLICES": 3, "HAS_RANKS": False, "PDL": 2}
-    a = {"K": K, "BLOCK_K": shrink.block, "STEPS": shrink.steps, "STAGES": shrink.stages}
-    b = dict(zip(("N0", "N1", "N2"), WIDTHS, strict=True)) | {"BLOCK_N": expand.block, "EVEN_N": False, "ALIGNED_N": True}
-    b["UNROLLED"] = reads_under_way(splits, expand.rows, rank, expand.num_warps)
-    if shrink.path == "list":
-        listed = {"GROUPS": 16, "ROWS": shrink.rows, "JOINED": shrink.rows >= 64 and 3 * padded_rank(rank) <= 192}
-        report(rank, tokens, shrink_list_kernel, {**common, **a, **listed}, shrink.num_warps)
-        listed = {
-            "GROUPS": 16,
-            "ROWS": expand.rows,
-            "PIECES": 1 if expand.rows >= 64 else 2,
-            "STEPS": expand.steps,
-            "STAGES": expand.stages,
-        }
-        report(rank, tokens, expand_list_kernel, {**common, **b, **listed}, expand.num_warps)
-    else:
-        found = {"TOKENS": tokens, "ROWS": min(shrink.rows, tokens)}
-        report(rank, tokens, shrink_slots_kernel, {**common, **a, **found}, shrink.num_warps)
-        found = {"TOKENS": tokens, "ROWS": min(expand.rows, tokens)}
-        report(rank, tokens, expand_slots_kernel, {**common, **b, **found}, expand.num_warps)
+    whole = {"BLOCK_R": padded_rank(rank) if wide else rank_block(rank)}
+    a = {**common, **whole, "K": K, "BLOCK_K": shrink.block, "STEPS": shrink.steps, "STAGES": shrink.stages, "ROWS": shrink.rows}
+    b = {**common, **whole, **dict(zip(("N0", "N1", "N2"), WIDTHS, strict=True)), "BLOCK_N": expand.block, "ROWS": expand.rows}
+    b |= {"EVEN_N": False, "ALIGNED_N": True}
+    b["UNROLLED"] = reads_under_way(splits, expand.rows * b["BLOCK_R"], expand.num_warps)
+    joined = wide and 3 * padded_rank(rank) <= MOST_JOINED_COLUMNS
+    report(rank, tokens, shrink_list_kernel, {**a, "GROUPS": 16, "JOINED": joined}, shrink.num_warps)
+    runs = {"GROUPS": 16, "PIECES": 1 if wide else 2, "STEPS": expand.steps, "STAGES": expand.stages}
+    report(rank, tokens, expand_list_kernel, {**b, **runs}, expand.num_warps)
+    if tokens == 32:
+        report(rank, tokens, shrink_slots_kernel, {**a, "TOKENS": tokens}, shrink.num_warps)
+        report(rank, tokens, expand_slots_kernel, {**b, "TOKENS": tokens}, expand.num_warps)
 
 
 def report(rank: int, tokens: int, kernel: object, constants: dict[str, object], num_warps: int) -> None:

@@ -95,6 +95,14 @@ def test_all_slices_in_a_program_or_one_give_the_same(steps: int, rows: int, sli
     check(run(batch, weights, list_tokens(batch.token_slots, num_slots=4), tiles), batch, weights)
 
 
+@pytest.mark.parametrize("path", ["list", "slots"])
+def test_ranks_that_a_program_takes_in_blocks_work(path: str) -> None:
+    layer = replace(LAYER, k=40, widths=(24, 16), rank=128, slots=3, idle=(), ranks=(128, 70, 3))
+    weights, batch = make_weights(layer, DTYPE, DEVICE), make_batch(layer, [0, 2, -1, 1, 1], DTYPE, DEVICE)
+    tiles = (Tiles(path=path, block=32), Tiles(path=path, block=16))
+    check(run(batch, weights, list_tokens(batch.token_slots, num_slots=3), tiles), batch, weights)
+
+
 def test_more_slots_than_sixteen_and_a_slot_of_many_tokens_work() -> None:
     layer = replace(LAYER, slots=19, idle=(4,))
     slots = [18] * 45 + [0, 17, 5, -1, 5]

@@ -138,27 +138,15 @@ def _distance(entry: Shape, shape: Shape) -> float:
 
 
 def default_tiles(shape: Shape) -> Tiles:
-    """A rule that fits registers at every rank: 64 elements of weights a thread, few rows a program at a time."""
-    rank = padded_rank(shape.rank)
-    expand = shape.op.endswith("expand")
-    if shape.op.startswith("moe"):
-        path = "groups" if shape.rows >= 1024 else "pairs"
-    else:
-        path = "list" if shape.rows > 256 else "slots" if shape.rows >= 16 else "pairs"
-    if path == "list":
-        if expand:
-            block = 64 if rank <= 128 else 32
-            return Tiles(path=path, block=block, steps=4, num_warps=4 if rank <= 32 else 8, stages=3 if rank <= 32 else 2, rows=64)
-        block, wanted = 64 if rank <= 64 else 32, max(1, _PROGRAMS_WANTED * 64 // shape.rows)
-        return Tiles(path=path, block=block, steps=_steps(shape.width, block, wanted), num_warps=4 if rank <= 64 else 8, stages=3, rows=64)
-    if expand:
+    """A rule that fits registers at every rank."""
+    if shape.op.startswith("dense"):
+        return _dense_tiles(shape)
+    # 64 elements of weights a thread, few rows a program at a time.
+    rank, path = padded_rank(shape.rank), "groups" if shape.rows >= 1024 else "pairs"
+    if shape.op.endswith("expand"):
         return Tiles(path=path, block=max(16, min(128 if path == "groups" else 256, 8192 // rank)))
     if path == "pairs":
         return Tiles(path=path, block=max(32, min(256, 8192 // rank)))
-    if path == "slots":
-        block = max(32, min(256, 8192 // rank))
-        wanted = max(8, _PROGRAMS_WANTED // (shape.adapters * shape.slices))
-        return Tiles(path=path, block=block, steps=_steps(shape.width, block, wanted), stages=3)
     block = max(32, min(128, 4096 // rank))
     return Tiles(path=path, block=block, steps=max(1, min(4, shape.width // (8 * block))), stages=3)
 
@@ -167,9 +155,31 @@ _PROGRAMS_WANTED = 396
 """Three for each of an H200's 132 multiprocessors."""
 
 
+def _dense_tiles(shape: Shape) -> Tiles:
+    """By pair for a handful of tokens, else by list: up to 256 tokens R is taken in blocks of 64 at most, beyond all at once."""
+    rank, expand = padded_rank(shape.rank), shape.op.endswith("expand")
+    if shape.rows < 16 and rank <= 64:
+        return Tiles(path="pairs", block=min(256, 8192 // rank))
+    if shape.rows > 256:
+        if expand:
+            block, stages = (128, 3) if rank <= 32 else (64 if rank <= 128 else 32, 2)
+            return Tiles(path="list", block=block, steps=4, num_warps=8, stages=stages, rows=64)
+        steps = _steps(shape.width, 64, min(16, _PROGRAMS_WANTED * 32 // shape.rows))
+        return Tiles(path="list", block=64, steps=steps, num_warps=4 if rank <= 32 else 8, stages=4 if rank <= 32 else 3, rows=64)
+    narrow = rank <= 32
+    if expand:
+        return Tiles(path="list", block=256 if narrow else 128, num_warps=8)
+    programs = min(shape.rows, shape.adapters + shape.rows // 32) * shape.slices * max(1, rank // 64)
+    steps = _steps(shape.width, 256, max(4, min(32, _PROGRAMS_WANTED // programs)))
+    rows = 16 if shape.rows <= 64 else 32
+    if steps == 1:
+        return Tiles(path="list", block=256, num_warps=4 if narrow else 8, rows=rows)
+    return Tiles(path="list", block=128, steps=2 * steps, stages=4 if narrow else 3, rows=rows)
+
+
 def _steps(width: int, block: int, splits: int) -> int:
-    """Blocks a program walks so that about so many programs, 32 at most, share the width."""
-    return max(1, -(-width // (block * min(splits, 32))))
+    """Blocks a program walks so that about so many programs share the width."""
+    return max(1, -(-width // (block * max(splits, 1))))
 
 
 @functools.lru_cache(maxsize=32)

@@ -28,9 +28,8 @@ def within(n, width, EVEN_N: tl.constexpr, ALIGNED_N: tl.constexpr):
 
 
 @triton.jit
-def load_b(b_ptr, n, columns, rank, R: tl.constexpr, R_PAD: tl.constexpr, EVEN_N: tl.constexpr, HAS_RANKS: tl.constexpr):
-    """B's [block of N, R_PAD], zero at and above the rank: the rest of a 16-byte group is read with it and dropped."""
-    r = tl.arange(0, R_PAD)
+def load_b(b_ptr, n, columns, r, rank, R: tl.constexpr, R_PAD: tl.constexpr, EVEN_N: tl.constexpr, HAS_RANKS: tl.constexpr):
+    """B's columns r in a block of N, zero at and above the rank: the rest of a 16-byte group is read with it and dropped."""
     b_tile = b_ptr + n[:, None] * R + r[None, :]
     if HAS_RANKS or R != R_PAD:
         wanted = (r < (rank + 7) // 8 * 8)[None, :] & (r < R)[None, :]
@@ -50,21 +49,22 @@ def sum_partials(
     partials_ptr,
     rows,
     inside,
+    r,
     rank,
     piece,
     num_tokens,
     splits,
     R_PAD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     SLICES: tl.constexpr,
     ROWS: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    """h of some tokens, float32 [ROWS, R_PAD], in the order of the splits; UNROLLED reads are under way at a time."""
-    r = tl.arange(0, R_PAD)
+    """Columns r of some tokens' h, float32, in the order of the splits; UNROLLED reads are under way at a time."""
     from_ = partials_ptr + ((rows.to(tl.int64) * SLICES + piece) * R_PAD)[:, None] + r[None, :]
     wanted = inside[:, None] & (r < rank)[None, :]
     a_split = num_tokens.to(tl.int64) * (SLICES * R_PAD)
-    h = tl.zeros((ROWS, R_PAD), tl.float32)
+    h = tl.zeros((ROWS, BLOCK_R), tl.float32)
     for first in range(0, splits, UNROLLED):
         for ahead in tl.static_range(UNROLLED):
             h += tl.load(from_ + ahead * a_split, mask=wanted & (first + ahead < splits), other=0.0)
@@ -80,6 +80,41 @@ def product(h, b, PIECES: tl.constexpr):
     if PIECES == 2 and b.dtype != tl.float32:
         low = (h - high.to(tl.float32)).to(b.dtype)
         delta = tl.dot(low, tl.trans(b), delta, input_precision="ieee")
+    return delta
+
+
+@triton.jit
+def delta_of(
+    partials_ptr,
+    b_ptr,
+    b,
+    n,
+    columns,
+    rows,
+    inside,
+    rank,
+    piece,
+    num_tokens,
+    splits,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SLICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    PIECES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+):
+    """B h of some tokens, a block of R after the other. b: the first block of it."""
+    r = tl.arange(0, BLOCK_R)
+    h = sum_partials(partials_ptr, rows, inside, r, rank, piece, num_tokens, splits, R_PAD, BLOCK_R, SLICES, ROWS, UNROLLED)
+    delta = product(h, b, PIECES)
+    for block in tl.static_range(1, R_PAD // BLOCK_R):
+        r_block = block * BLOCK_R + r
+        b_block = load_b(b_ptr, n, columns, r_block, rank, R, R_PAD, EVEN_N, HAS_RANKS)
+        h = sum_partials(partials_ptr, rows, inside, r_block, rank, piece, num_tokens, splits, R_PAD, BLOCK_R, SLICES, ROWS, UNROLLED)
+        delta += product(h, b_block, PIECES)
     return delta
 
 
@@ -99,6 +134,7 @@ def expand_slots_kernel(
     N2: tl.constexpr,
     R: tl.constexpr,
     R_PAD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     SLICES: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -120,7 +156,7 @@ def expand_slots_kernel(
         columns = within(n, width, EVEN_N, ALIGNED_N)
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         b_ptr = pick(piece, b0_ptr, b1_ptr, b2_ptr, SLICES) + slot.to(tl.int64) * width * R
-        b = load_b(b_ptr, n, columns, rank, R, R_PAD, EVEN_N, HAS_RANKS)
+        b = load_b(b_ptr, n, columns, tl.arange(0, BLOCK_R), rank, R, R_PAD, EVEN_N, HAS_RANKS)
         out_columns = out_ptr + column + n[None, :]
         rows, inside = members_from(t, mine, through, count, 0, TOKENS, ROWS)
         out_tile = out_columns + rows.to(tl.int64)[:, None] * (N0 + N1 + N2)
@@ -129,16 +165,22 @@ def expand_slots_kernel(
             gdc_wait()
         if PDL > 0:
             gdc_launch_dependents()
-        h = sum_partials(partials_ptr, rows, inside, rank, piece, num_tokens, splits, R_PAD, SLICES, ROWS, UNROLLED)
-        new = (old.to(tl.float32) + product(h, b, 2)).to(out_ptr.dtype.element_ty)
+        delta = delta_of(
+            partials_ptr, b_ptr, b, n, columns, rows, inside, rank, piece, num_tokens, splits,
+            R, R_PAD, BLOCK_R, SLICES, ROWS, UNROLLED, 2, EVEN_N, HAS_RANKS,
+        )  # fmt: skip
+        new = (old.to(tl.float32) + delta).to(out_ptr.dtype.element_ty)
         tl.store(out_tile, new, mask=inside[:, None] & columns[None, :])
         if ROWS < TOKENS:
             for first in range(ROWS, count, ROWS):
                 rows, inside = members_from(t, mine, through, count, first, TOKENS, ROWS)
                 out_tile = out_columns + rows.to(tl.int64)[:, None] * (N0 + N1 + N2)
                 old = tl.load(out_tile, mask=inside[:, None] & columns[None, :], other=0.0)
-                h = sum_partials(partials_ptr, rows, inside, rank, piece, num_tokens, splits, R_PAD, SLICES, ROWS, UNROLLED)
-                new = (old.to(tl.float32) + product(h, b, 2)).to(out_ptr.dtype.element_ty)
+                delta = delta_of(
+                    partials_ptr, b_ptr, b, n, columns, rows, inside, rank, piece, num_tokens, splits,
+                    R, R_PAD, BLOCK_R, SLICES, ROWS, UNROLLED, 2, EVEN_N, HAS_RANKS,
+                )  # fmt: skip
+                new = (old.to(tl.float32) + delta).to(out_ptr.dtype.element_ty)
                 tl.store(out_tile, new, mask=inside[:, None] & columns[None, :])
     else:
         if PDL == 2:
@@ -166,6 +208,7 @@ def expand_list_kernel(
     N2: tl.constexpr,
     R: tl.constexpr,
     R_PAD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     SLICES: tl.constexpr,
     GROUPS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -201,21 +244,26 @@ def expand_list_kernel(
             n = first_n + tl.arange(0, BLOCK_N)
             columns = within(n, width, EVEN_N, ALIGNED_N)
             wanted = inside[:, None] & columns[None, :]
-            b = load_b(b_ptr, n, columns, rank, R, R_PAD, EVEN_N, HAS_RANKS)
+            b = load_b(b_ptr, n, columns, tl.arange(0, BLOCK_R), rank, R, R_PAD, EVEN_N, HAS_RANKS)
             old = tl.load(out_rows + n[None, :], mask=wanted, other=0.0)
         if PDL == 2:
             gdc_wait()
         if PDL > 0:
             gdc_launch_dependents()
-        h = sum_partials(partials_ptr, rows, inside, rank, piece, num_tokens, splits, R_PAD, SLICES, ROWS, UNROLLED)
         if STEPS == 1:
-            new = (old.to(tl.float32) + product(h, b, PIECES)).to(out_ptr.dtype.element_ty)
+            delta = delta_of(
+                partials_ptr, b_ptr, b, n, columns, rows, inside, rank, piece, num_tokens, splits,
+                R, R_PAD, BLOCK_R, SLICES, ROWS, UNROLLED, PIECES, EVEN_N, HAS_RANKS,
+            )  # fmt: skip
+            new = (old.to(tl.float32) + delta).to(out_ptr.dtype.element_ty)
             tl.store(out_rows + n[None, :], new, mask=wanted)
         else:
+            r = tl.arange(0, R_PAD)
+            h = sum_partials(partials_ptr, rows, inside, r, rank, piece, num_tokens, splits, R_PAD, R_PAD, SLICES, ROWS, UNROLLED)
             for step in tl.range(0, STEPS, num_stages=STAGES):
                 n_step = first_n + step * BLOCK_N + tl.arange(0, BLOCK_N)
                 columns_step = within(n_step, width, EVEN_N, ALIGNED_N)
-                b_step = load_b(b_ptr, n_step, columns_step, rank, R, R_PAD, EVEN_N, HAS_RANKS)
+                b_step = load_b(b_ptr, n_step, columns_step, r, rank, R, R_PAD, EVEN_N, HAS_RANKS)
                 if EVEN_N:
                     wanted_step = inside[:, None]
                 else:

@@ -8,7 +8,7 @@ import triton
 from lora_kernels.arguments import DTYPES, GRID_LIMIT, IDS, check, check_slots, check_stacks, check_tensor, check_values, three
 from lora_kernels.configs import Tiles, padded_rank
 from lora_kernels.dense_expand.kernel import expand_list_kernel, expand_slots_kernel
-from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, runs_of, tokens_a_program
+from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, rank_block, runs_of, tokens_a_program
 from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_expand.kernel import expand_pairs_kernel
@@ -55,7 +55,8 @@ def dense_expand_(
     overlap = overlap_on(out.device, overlap)
     splits = partials.shape[0]
     b0, b1, b2 = three(lora_b)
-    run = tiles.block * (tiles.steps if tiles.path == "list" else 1)
+    steps = min(tiles.steps, triton.cdiv(max(widths), tiles.block)) if tiles.path == "list" else 1
+    run = tiles.block * steps
     blocks = blocks_of(widths, run)
     constants = slice_constants(widths, rank, block=run)
     constants |= {"BLOCK_N": tiles.block, "HAS_RANKS": slot_ranks is not None, "PDL": int(overlap)}
@@ -65,11 +66,12 @@ def dense_expand_(
     if tiles.path == "list":
         check("token_list", "a list of the tokens for tiles of path list", token_list, holds=listed)
         assert token_list is not None
+        block_r = rank_block(rank) if steps == 1 else padded_rank(rank)
         expand_list_kernel[(runs_of(token_list, tiles.rows) * blocks,)](
             partials, b0, b1, b2, out, token_list.order, token_list.slots, token_list.starts, token_list.counts, ranks, num_tokens, splits,
-            token_list.num_groups, slots, GROUPS=groups_padded(token_list), ROWS=tiles.rows, STEPS=tiles.steps, STAGES=tiles.stages,
+            token_list.num_groups, slots, GROUPS=groups_padded(token_list), ROWS=tiles.rows, STEPS=steps, STAGES=tiles.stages,
             PIECES=1 if tiles.rows >= ONE_PIECE_FROM_ROWS else 2,
-            UNROLLED=reads_under_way(splits, tiles.rows, rank, tiles.num_warps), **shared, **constants, **options,
+            BLOCK_R=block_r, UNROLLED=reads_under_way(splits, tiles.rows * block_r, tiles.num_warps), **shared, **constants, **options,
         )  # fmt: skip
     elif tiles.path == "slots":
         check("lora_b", f"at most {GRID_LIMIT} slots and blocks", f"{slots} slots, {blocks} blocks", holds=max(slots, blocks) <= GRID_LIMIT)
@@ -77,7 +79,8 @@ def dense_expand_(
         rows = min(tiles.rows, tokens)
         expand_slots_kernel[(triton.cdiv(num_tokens, tokens), blocks, slots)](
             partials, b0, b1, b2, out, token_slots, ranks, num_tokens, splits,
-            TOKENS=tokens, ROWS=rows, UNROLLED=reads_under_way(splits, rows, rank, tiles.num_warps), **shared, **constants, **options,
+            BLOCK_R=rank_block(rank), TOKENS=tokens, ROWS=rows, UNROLLED=reads_under_way(splits, rows * rank_block(rank), tiles.num_warps),
+            **shared, **constants, **options,
         )  # fmt: skip
     else:
         check("lora_b", f"at most {GRID_LIMIT} blocks", f"{blocks}", holds=blocks <= GRID_LIMIT)
@@ -88,11 +91,11 @@ def dense_expand_(
         )  # fmt: skip
 
 
-def reads_under_way(splits: int, rows: int, rank: int, num_warps: int) -> int:
-    """Splits whose partials a program reads before it adds the first: no more than 64 registers of a thread hold.
+def reads_under_way(splits: int, elements: int, num_warps: int) -> int:
+    """Splits of so many elements that a program reads before it adds the first: no more than 64 registers of a thread hold.
 
     One of three figures, so that other tiles of the shrink seldom mean another compilation.
     """
     wanted = 1 if splits == 1 else 4 if splits <= 4 else 16
-    fitting = max(1, 64 * 32 * num_warps // (rows * padded_rank(rank)))
+    fitting = max(1, 64 * 32 * num_warps // elements)
     return min(wanted, 1 << (fitting.bit_length() - 1))

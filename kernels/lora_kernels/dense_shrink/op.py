@@ -8,13 +8,13 @@ import triton
 from lora_kernels.arguments import DTYPES, GRID_LIMIT, IDS, check, check_slots, check_stacks, check_tensor, check_values, three
 from lora_kernels.configs import Tiles, padded_rank
 from lora_kernels.dense_shrink.kernel import shrink_list_kernel, shrink_slots_kernel
-from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, runs_of, tokens_a_program
+from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, rank_block, runs_of, tokens_a_program
 from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_shrink.kernel import shrink_pairs_kernel
 
-JOINED_FROM_ROWS = 64
-"""Tokens a program takes from which it takes all slices, to read x once: with fewer, A is the most of what it reads."""
+WIDE_ROWS = 64
+"""Tokens a program takes from which it takes all of R, and all slices, to read x once: with fewer, A is the most of what it reads."""
 MOST_JOINED_COLUMNS = 192
 """Of h over all slices: more would not fit one program's registers."""
 
@@ -47,7 +47,8 @@ def dense_shrink(
     check_token_list(token_list, num_tokens=num_tokens, device=x.device)
     slices = len(lora_a)
     tiles = tiles or dense_tiles("dense_shrink", x, rank=rank, width=k, slices=slices, adapters=slots, listed=token_list is not None)
-    splits = triton.cdiv(k, tiles.block * tiles.steps)
+    steps = min(tiles.steps, triton.cdiv(k, tiles.block))
+    splits = triton.cdiv(k, tiles.block * steps)
     partials = torch.empty(splits, num_tokens, slices, padded_rank(rank), dtype=torch.float32, device=x.device)
     if num_tokens == 0:
         return partials
@@ -59,7 +60,7 @@ def dense_shrink(
         "R_PAD": padded_rank(rank),
         "SLICES": slices,
         "BLOCK_K": tiles.block,
-        "STEPS": tiles.steps,
+        "STEPS": steps,
         "HAS_RANKS": slot_ranks is not None,
         "PDL": int(overlap),
     }
@@ -68,18 +69,21 @@ def dense_shrink(
     if tiles.path == "list":
         check("token_list", "a list of the tokens for tiles of path list", token_list, holds=token_list is not None)
         assert token_list is not None
-        joined = slices > 1 and tiles.rows >= JOINED_FROM_ROWS and slices * padded_rank(rank) <= MOST_JOINED_COLUMNS
-        shrink_list_kernel[(runs_of(token_list, tiles.rows), splits, 1 if joined else slices)](
+        joined = slices > 1 and tiles.rows >= WIDE_ROWS and slices * padded_rank(rank) <= MOST_JOINED_COLUMNS
+        block_r = padded_rank(rank) if tiles.rows >= WIDE_ROWS else rank_block(rank)
+        programs = 1 if joined else slices * (padded_rank(rank) // block_r)
+        shrink_list_kernel[(runs_of(token_list, tiles.rows) * programs, splits)](
             x, a0, a1, a2, partials, token_list.order, token_list.slots, token_list.starts, token_list.counts, ranks, num_tokens,
             token_list.num_groups, slots,
-            JOINED=joined, GROUPS=groups_padded(token_list), ROWS=tiles.rows, STAGES=tiles.stages, **constants, **options,
+            BLOCK_R=block_r, JOINED=joined, GROUPS=groups_padded(token_list), ROWS=tiles.rows, STAGES=tiles.stages, **constants, **options,
         )  # fmt: skip
     elif tiles.path == "slots":
-        check("lora_a", f"at most {GRID_LIMIT // slices} slots", f"{slots}", holds=slots * slices <= GRID_LIMIT)
+        programs = slots * slices * (padded_rank(rank) // rank_block(rank))
+        check("lora_a", f"at most {GRID_LIMIT} slots, slices and blocks of R", f"{programs}", holds=programs <= GRID_LIMIT)
         tokens = tokens_a_program(num_tokens)
-        shrink_slots_kernel[(triton.cdiv(num_tokens, tokens), slots * slices, splits)](
+        shrink_slots_kernel[(triton.cdiv(num_tokens, tokens), programs, splits)](
             x, a0, a1, a2, partials, token_slots, ranks, num_tokens,
-            TOKENS=tokens, ROWS=min(tiles.rows, tokens), STAGES=tiles.stages, **constants, **options,
+            BLOCK_R=rank_block(rank), TOKENS=tokens, ROWS=min(tiles.rows, tokens), STAGES=tiles.stages, **constants, **options,
         )  # fmt: skip
     else:
         shrink_pairs_kernel[(num_tokens * slices, splits)](

@@ -1,18 +1,21 @@
 """Which kernel serves a batch of a dense layer: by pair, by slot, or by a list of the tokens. Decided by shapes alone."""
 
+from dataclasses import replace
+
 import torch
 import triton
 
-from lora_kernels.configs import Shape, Tiles, default_tiles, tuned
+from lora_kernels.configs import Shape, Tiles, default_tiles, padded_rank, tuned
 from lora_kernels.dense_shrink.token_list import TokenList
 
 MOST_TOKENS_A_PROGRAM = 256
 """A program by slot looks through so many tokens' slots."""
+LIST_FROM_TOKENS = 16
 
 
 def needs_token_list(num_tokens: int) -> bool:
     """Whether a batch of so many tokens is served best with a token list; the same answer for all layers, and in a captured graph."""
-    return num_tokens > MOST_TOKENS_A_PROGRAM
+    return num_tokens >= LIST_FROM_TOKENS
 
 
 def dense_tiles(op: str, like: torch.Tensor, *, rank: int, width: int, slices: int, adapters: int, listed: bool) -> Tiles:
@@ -21,7 +24,7 @@ def dense_tiles(op: str, like: torch.Tensor, *, rank: int, width: int, slices: i
     tiles = tuned(op, like, **shape)
     if tiles.path == "list" and not listed:
         by_slot = {**shape, "rows": min(shape["rows"], MOST_TOKENS_A_PROGRAM)}
-        tiles = default_tiles(Shape(op=op, dtype=str(like.dtype).removeprefix("torch."), **by_slot))
+        tiles = replace(default_tiles(Shape(op=op, dtype=str(like.dtype).removeprefix("torch."), **by_slot)), path="slots")
     return tiles
 
 
@@ -37,3 +40,8 @@ def runs_of(token_list: TokenList, rows: int) -> int:
 
 def groups_padded(token_list: TokenList) -> int:
     return max(16, triton.next_power_of_2(token_list.num_groups))
+
+
+def rank_block(rank: int) -> int:
+    """Of R that a program of few tokens takes at a time: a whole large one would leave no registers for long reads of A and B."""
+    return min(64, padded_rank(rank))
