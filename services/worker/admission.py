@@ -26,6 +26,7 @@ log = structlog.get_logger()
 
 _UNKNOWN_BLOCKS = 1 << 50
 _UNKNOWN_BLOCK_TOKENS = 16
+_BLOCKS_PER_RESERVED = 32
 _WAVE_PATIENCE_S = 10.0  # the application starts all prompts of a request at once
 _TOP_UP_TOKENS = 32
 _LONGEST_RETRY_S = 60.0
@@ -48,7 +49,8 @@ class Admission:
         self._block_bytes = limits.kv_block_bytes
         self._max_model_len = limits.max_model_len
         room = EngineRoom(shape or shape_of(limits.max_num_seqs, limits.max_batched_tokens))
-        self.queue = AdmissionQueue(room, KvLedger(limits.kv_blocks or _UNKNOWN_BLOCKS), FairOrder())
+        blocks = limits.kv_blocks or _UNKNOWN_BLOCKS
+        self.queue = AdmissionQueue(room, KvLedger(blocks, blocks // _BLOCKS_PER_RESERVED), FairOrder())
 
     def set_tenant(self, tenant_id: str, limits: TenantLimits, share: Share | None) -> None:
         """A tenant's limits and this worker's part of them; without a part, where there is something to split, it stays unknown."""
@@ -89,8 +91,8 @@ class Admission:
         limits = self.tenants.find(place.tenant_id)
         if limits is None:
             limits = await self.tenants.wait_for(place.tenant_id)
-        if beam and place.firsts:
-            return self._call(place.firsts[0], 1, shared=True)
+        if beam and place.shared:
+            return place.shared[0]
         if beam:
             samples, max_tokens = plan.beams or samples, plan.max_tokens
         if max_tokens is None:
@@ -102,7 +104,7 @@ class Admission:
             place.tenant_id,
             kv_blocks=self._layout.blocks(prompt_tokens, max_tokens, samples),
             seats=samples,
-            prefill=self.queue.room.step_share(prompt_tokens, samples),
+            prefill=self.queue.room.step_share(prompt_tokens),
             prompt_tokens=prompt_tokens,
             max_new_tokens=max_tokens * samples,
             rank=plan.rank,
@@ -111,7 +113,10 @@ class Admission:
             await self._enter_together(place, ask, plan.prompts, limits)
         elif self._offer(place, ask):
             await self._wait_first(place, ask, limits)
-        return self._call(ask, 1 if beam else max_tokens, shared=beam)
+        call = self._call(ask, 1 if beam else max_tokens, shared=beam)
+        if beam:
+            place.shared.append(call)
+        return call
 
     def started(self, call: Call) -> None:
         """Its first token is there."""
@@ -136,6 +141,8 @@ class Admission:
         place.stop_waiting(Cancelled("the request has ended"))
         if not place.firsts:
             return
+        for call in place.shared:
+            self.queue.leave(call.ask, call.cached, call.output)
         for first in place.firsts:
             self.queue.finish(first)
         if place.entered_s is not None:

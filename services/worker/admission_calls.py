@@ -23,11 +23,12 @@ class Call:
 class Place:
     """What one attempt has asked for and what of it waits. Mutable; owned by Admission."""
 
-    __slots__ = ("deciding", "entered_s", "firsts", "queued_ms", "tenant_id", "waiting", "wave")
+    __slots__ = ("deciding", "entered_s", "firsts", "queued_ms", "shared", "tenant_id", "waiting", "wave")
 
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
         self.firsts: list[Ask] = []  # one per decision: more than one only if the application generates again
+        self.shared: list[Call] = []  # of a beam search, one per prompt
         self.wave: list[Ask] = []  # of a decision whose prompts have not all come
         self.deciding: list[asyncio.Future[TenantryError | None]] = []  # those of the wave, until it is decided
         self.waiting: set[asyncio.Future[TenantryError | None]] = set()

@@ -66,6 +66,7 @@ class Governor:
         self.admission = Admission()
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._by_subject: dict[str, set[tuple[str, int]]] = {}
+        self._by_tenant: dict[str, int] = {}
         self._idle: dict[str, asyncio.Event] = {}
         self.totals: dict[str, AdapterTotals] = {}
 
@@ -73,6 +74,8 @@ class Governor:
         """Counts it as in flight, before anything can await."""
         subject = attempt.handle.subject_id
         self._attempts[attempt.key] = attempt
+        tenant_id = attempt.handle.tenant_id
+        self._by_tenant[tenant_id] = self._by_tenant.get(tenant_id, 0) + 1
         self._by_subject.setdefault(subject, set()).add(attempt.key)
         self._idle.setdefault(subject, asyncio.Event()).clear()
         self.totals.setdefault(subject, AdapterTotals()).requests += 1
@@ -82,6 +85,11 @@ class Governor:
         if self._attempts.pop(attempt.key, None) is None:
             return
         self.admission.finish(attempt.place)
+        tenant_id = attempt.handle.tenant_id
+        if self._by_tenant[tenant_id] == 1:
+            del self._by_tenant[tenant_id]
+        else:
+            self._by_tenant[tenant_id] -= 1
         subject = attempt.handle.subject_id
         members = self._by_subject[subject]
         members.discard(attempt.key)
@@ -103,6 +111,18 @@ class Governor:
 
     def in_flight(self, subject_id: str = "") -> int:
         return len(self._by_subject.get(subject_id, ())) if subject_id else len(self._attempts)
+
+    def has_room(self, tenant_id: str, limit: int) -> bool:
+        """Whether this process may take one more attempt of the tenant, waiting or running, with `limit` in all.
+
+        Over the limit a tenant may still have an equal part of it, so that no number of others keeps it out; twice the limit is the end.
+        """
+        count = len(self._attempts)
+        if count < limit:
+            return True
+        mine = self._by_tenant.get(tenant_id, 0)
+        tenants = len(self._by_tenant) + (mine == 0)
+        return count < 2 * limit and mine < max(1, limit // tenants)
 
     async def wait_idle(self, subject_id: str) -> None:
         """Returns once nothing of the subject is in flight."""
@@ -133,7 +153,7 @@ class Governor:
 
         :raises TenantryError: refused (the attempt's refusal is set), or not waited for any more.
         """
-        if beam and attempt.place.firsts:
+        if beam and attempt.place.shared:
             prompt_tokens = 0
         try:
             call = await self.admission.admit(attempt.place, attempt.plan, attempt.key, prompt_tokens, max_tokens, samples, beam=beam)

@@ -33,7 +33,7 @@ def refusal(short: Short, block_bytes: int, retry_after_s: float) -> TenantryErr
         )
     if short.limit is Limit.SEATS:
         return ConcurrencyExceeded(
-            f"{short.asked} samples at once; the engine runs {short.allowed} sequences: ask for a smaller n",
+            f"{short.asked} samples at once; the engine runs {short.allowed} of one request: ask for a smaller n",
             asked=short.asked,
             held=short.held,
             limit=short.allowed,

@@ -18,7 +18,7 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     sequence_us: float = 220.0
     prefill_token_us: float = 25.0
     step_tokens: int = 8192
-    shared_prefill_tokens: int = 0  # the most of one prompt in a step while another tenant has something here; 0: the whole step
+    shared_prefill_tokens: int = 0  # the most of one tenant's prompts in a step while another has something here; 0: all
 
 
 class Sequence:
@@ -92,20 +92,30 @@ class Stepper:
         tenants = {one.tenant_id for one in self._running} | {one.tenant_id for one in self._waiting}
         chunk = model.shared_prefill_tokens if len(tenants) > 1 and model.shared_prefill_tokens else model.step_tokens
         parts: list[tuple[Sequence, int]] = []
+        reading: dict[str, int] = {}  # by tenant, what its prompts may take of a step
         for one in self._running:
-            tokens = min(max(1, min(one.prompt_left, chunk)), left)
+            part = min(one.prompt_left, chunk)
+            reading[one.tenant_id] = reading.get(one.tenant_id, 0) + part
+            tokens = min(max(1, part), left)
             if tokens:
                 parts.append((one, tokens))
                 left -= tokens
+        held: deque[Sequence] = deque()
         while left > 0 and self._waiting and len(self._running) < self._seats:
             one = self._waiting.popleft()
+            part = min(max(1, one.prompt_left), chunk)
+            before = reading.get(one.tenant_id, 0)
+            if chunk < model.step_tokens and before and before + part > chunk:
+                held.append(one)
+                continue
+            reading[one.tenant_id] = before + part
             self._running.append(one)
             one.first_step = self.steps
             if self.on_first_step is not None:
                 self.on_first_step(one)
-            tokens = min(max(1, min(one.prompt_left, chunk)), left)
-            parts.append((one, tokens))
-            left -= tokens
+            parts.append((one, min(part, left)))
+            left -= min(part, left)
+        self._waiting.extendleft(reversed(held))
         return parts
 
     def _end(self, parts: list[tuple[Sequence, int]]) -> None:

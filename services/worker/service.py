@@ -42,7 +42,7 @@ _CLOSE_LIMIT_S = 2.0
 
 
 class ServiceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    max_running: int = 1024  # attempts at once; over it a request is bounced "full"
+    max_running: int = 1024  # attempts at once; over it a request is bounced "full", unless its tenant has less than an equal part
     freeze_limit_s: float = 2.0  # after standing still this long, what is read until we have caught up is bounced "stale"
     silence_limit_s: float = 5.0  # routers give up on an attempt after this long; standing still longer aborts it
 
@@ -213,7 +213,7 @@ class Service:
             request.handle.base, self._engine.description.identity
         ):
             return "not_here"
-        if len(self._running) >= self._limits.max_running:
+        if not self._governor.has_room(request.handle.tenant_id, self._limits.max_running):
             return "full"
         return ""
 

@@ -41,7 +41,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cluster_secret: str = ""  # salts tenants' prefix caches; empty: made at start, which is enough for a cache that lives as long
     cache_dir: str = ""  # adapters' files; empty: a folder of the user's cache
     cache_limit_bytes: int = 20 << 30
-    max_running: int = 1024  # requests at once, running or waiting; more are bounced
+    max_running: int = 1024  # requests at once, running or waiting; more are bounced, but for tenants with less than an equal part
     shared_prefill_tokens: int = 0  # one tenant's prompt tokens in a step while another tenant is in the engine; 0: a 40th of the step
     grace_s: float = 30.0  # for running requests when told to stop
     freeze_limit_s: float = 2.0

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with one rule more: while several tenants have sequences in the engine, a prompt takes only the shared budget of a step.
+"""vLLM's scheduler with one rule more: while tenants share the engine, one tenant's prompts take only the shared budget of a step.
 
 Runs in vLLM's engine process (its `scheduler_cls`). A tenant is known by its cache salt. Alone, a tenant's prompts take whole steps.
 """
@@ -38,8 +38,37 @@ class _SharedSteps:
         self._shared_prefill_tokens = shape.shared_prefill_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.scheduler_config.long_prefill_token_threshold = self._shared_prefill_tokens if self._is_shared() else 0
-        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        shared = self._is_shared()
+        self.scheduler_config.long_prefill_token_threshold = self._shared_prefill_tokens if shared else 0
+        held = self._hold_back() if shared else ()
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for request in held:
+                self.waiting.add_request(request)
+
+    def _hold_back(self) -> list[Any]:
+        """Takes out of the waiting ones, for this step, prompts for which their tenant's budget has no room beside those before them.
+
+        Samples of one prompt come as so many prompts: once the first has been read, the others find it in the cache.
+        """
+        budget = self._shared_prefill_tokens
+        reading: dict[str | None, int] = {}
+        for request in self.running:
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            if left > 0:
+                reading[request.cache_salt] = reading.get(request.cache_salt, 0) + min(left, budget)
+        held: list[Any] = []
+        for request in self.waiting:
+            part = min(max(1, request.num_prompt_tokens - request.num_computed_tokens), budget)
+            before = reading.get(request.cache_salt, 0)
+            if before and before + part > budget:
+                held.append(request)
+            else:
+                reading[request.cache_salt] = before + part
+        if held:
+            self.waiting.remove_requests(held)
+        return held
 
     def _is_shared(self) -> bool:
         salts = iter(chain(self.running, self.waiting))

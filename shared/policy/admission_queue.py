@@ -177,9 +177,8 @@ class AdmissionQueue:
         return self.ledger.fit(ask.tenant_id, ask.all_blocks, self._claims - line.claim) if ask.leads else Fit.NOW
 
     def _never(self, line: TenantLine, ask: Ask, fit: Fit) -> Short | None:
-        seats = self.room.shape.seats
-        if seats and ask.most_seats > seats:
-            return Short(Limit.SEATS, ask.most_seats, line.seats, seats, never=True)
+        if ask.most_seats > self.room.most_seats:
+            return Short(Limit.SEATS, ask.most_seats, line.seats, self.room.most_seats, never=True)
         if line.terms.most_concurrent is not None and line.terms.most_concurrent < 1:
             return Short(Limit.CONCURRENT, 1, line.running, line.terms.most_concurrent, never=True)
         if fit is Fit.NEVER:

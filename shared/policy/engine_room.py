@@ -54,19 +54,28 @@ class EngineRoom:
     def free_seats(self) -> int:
         return self.shape.seats - self.seats if self.shape.seats else 1 << 30
 
-    def step_share(self, prompt_tokens: int, samples: int) -> int:
-        """The most that the samples of one prompt take of one step: the engine cuts long prompts to the shared budget."""
-        return min(prompt_tokens, self.shape.shared_prefill_tokens) * samples
+    @property
+    def most_seats(self) -> int:
+        """Of one request. What is reserved is for small ones."""
+        return self.shape.seats - self.shape.reserved_seats if self.shape.seats else 1 << 30
+
+    def step_share(self, prompt_tokens: int) -> int:
+        """The most that a prompt takes of one step beside others, whatever its samples: the engine reads one tenant's prompts, each
+        sample's its own, within the shared budget.
+        """
+        return min(prompt_tokens, self.shape.shared_prefill_tokens)
 
     def full(self, seats: int, prefill: int, *, tenant_seats: int, tenant_prefill: int, alone: bool) -> Full | None:
         """What keeps a request out now. `alone`: nobody but its tenant has anything in the engine.
 
-        A tenant with nothing running may take the reserved seats and whatever a step has left. Others leave a quarter of a step
-        free for such a one; beside others their prompts take at most the shared budget, alone at most half a step.
+        A tenant with nothing running may take reserved seats, for no more samples than those, and whatever a step has left. Others
+        leave a quarter of a step free for such a one; beside others their prompts take at most the shared budget, alone at most half
+        a step.
         """
         shape = self.shape
         quiet = tenant_seats == 0
-        if seats > self.free_seats - (0 if quiet else shape.reserved_seats):
+        kept = 0 if quiet and seats <= shape.reserved_seats else shape.reserved_seats
+        if seats > self.free_seats - kept:
             return Full.SEATS
         if not shape.step_tokens or not self.prefill:
             return None

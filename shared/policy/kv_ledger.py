@@ -56,10 +56,12 @@ class KvLedger:
     """Reservations by key. Sums are kept, so that asking and booking cost the same however many tenants there are.
 
     A share that is lowered below what is held evicts nothing: `over_share` says by how much, and nothing more fits until it is back.
+    `reserve` blocks of what nobody is guaranteed are kept for tenants that hold nothing, for asks no larger than that.
     """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, reserve: int = 0) -> None:
         self.blocks = blocks
+        self.reserved = reserve
         self.held = 0
         self.guaranteed = 0  # sum of shares
         self.promised_idle = 0  # of the guarantees: not held by their tenants now
@@ -78,9 +80,10 @@ class KvLedger:
         """The most that the tenant may ever hold here; without a share of its own, what nobody is guaranteed."""
         share = self._shares.get(tenant_id, _NONE)
         if share.burst:
-            return self.blocks
+            return max(share.blocks or 0, self.blocks - self.reserved)
         if share.blocks is None:
-            return max(0, self.blocks - self.guaranteed)
+            common = max(0, self.blocks - self.guaranteed)
+            return max(common - self.reserved, min(common, self.reserved))
         return min(self.blocks, share.blocks if share.most is None else share.most)
 
     def over_share(self, tenant_id: str) -> int:
@@ -109,6 +112,8 @@ class KvLedger:
             return Fit.NOW
         others_idle = self.promised_idle - max(0, guaranteed - held)
         kept_back = min(wanted_by_others, others_idle) if share.burst else others_idle
+        if held or blocks > self.reserved:
+            kept_back += self.reserved
         return Fit.NOW if blocks <= free - kept_back else Fit.ROOM_FULL
 
     def draws_on_shared(self, tenant_id: str, blocks: int) -> bool:

@@ -223,20 +223,35 @@ async def test_the_engines_scheduler_cuts_prompts_only_while_tenants_share_it() 
         def __init__(self, config: Any) -> None:
             self.scheduler_config, self.running, self.waiting = config, [], []
 
-        def schedule(self, throttle: bool = False) -> int:
+        def schedule(self, throttle: bool = False) -> tuple[int, list[Any]]:
+            """What vLLM's own would go by."""
             del throttle
-            return self.scheduler_config.long_prefill_token_threshold
+            return self.scheduler_config.long_prefill_token_threshold, list(self.waiting)
+
+    class Waiting(list[Any]):
+        def remove_requests(self, requests: list[Any]) -> None:
+            self[:] = [one for one in self if all(one is not other for other in requests)]
+
+        add_request = list.append
+
+    def request(salt: str, computed: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(cache_salt=salt, num_prompt_tokens=500, num_computed_tokens=computed)
 
     config = SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=8192, long_prefill_token_threshold=0)
     scheduler: Any = type("Scheduler", (_SharedSteps, Base), {})(config)
-    a, b = SimpleNamespace(cache_salt="a"), SimpleNamespace(cache_salt="b")
-    assert scheduler.schedule() == 0
-    scheduler.running = [a, a]
-    assert scheduler.schedule(throttle=False) == 0
-    scheduler.waiting = [b]
-    assert scheduler.schedule() == 192
-    scheduler.running, scheduler.waiting = [b], []
-    assert scheduler.schedule() == 0
+    scheduler.running, scheduler.waiting = [], Waiting()
+    assert scheduler.schedule() == (0, [])
+    decoding, reading, samples = request("a", 501), request("a", 100), [request("a") for _ in range(3)]
+    scheduler.running, scheduler.waiting = [decoding, reading], Waiting(samples)
+    assert scheduler.schedule(throttle=False) == (0, samples), "alone"
+    other = request("b")
+    scheduler.waiting = Waiting([*samples, other])
+    assert scheduler.schedule() == (192, [other]), "one prompt of each tenant is read"
+    assert sorted(map(id, scheduler.waiting)) == sorted(map(id, [*samples, other]))
+    scheduler.running = [decoding]
+    assert scheduler.schedule() == (192, [other, samples[0]])
+    scheduler.running, scheduler.waiting = [other], Waiting()
+    assert scheduler.schedule() == (0, [])
 
 
 @pytest.fixture(autouse=True)

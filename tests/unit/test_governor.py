@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +54,24 @@ def test_two_attempts_of_one_request_count_apart() -> None:
     governor.begin(second)
     governor.end(first)
     assert governor.attempts("ad_1") == [second]
+
+
+def test_a_tenant_with_less_than_an_equal_part_is_taken_however_many_others_there_are() -> None:
+    def begun(tenant: str, count: int) -> None:
+        for number in range(count):
+            one = Attempt(f"{tenant}{number}", 0, "router", msgspec.structs.replace(handle(), tenant_id=tenant), "/v1/chat/completions")
+            governor.begin(one)
+
+    governor = Governor()
+    begun("a", 7)
+    assert governor.has_room("a", 10)
+    begun("b", 3)
+    assert [governor.has_room(tenant, 10) for tenant in "abc"] == [False, True, True]
+    begun("c", 3)
+    assert [governor.has_room(tenant, 10) for tenant in "abc"] == [False, False, False]
+    assert governor.has_room("d", 10)
+    begun("e", 7)
+    assert not governor.has_room("d", 10), "twice the limit is the end"
 
 
 async def test_idle_is_reached_when_the_last_attempt_of_the_subject_ends() -> None:

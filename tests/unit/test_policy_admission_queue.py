@@ -23,7 +23,7 @@ def made(shape: EngineShape = SHAPE, blocks: int = 1000, **terms: TenantTerms) -
 
 
 def ask(key: Any, tenant: str = "a", *, prompt: int = 64, new: int = 32, seats: int = 1, blocks: int = 6, **changes: Any) -> Ask:
-    demand = min(prompt, SHAPE.shared_prefill_tokens) * seats
+    demand = min(prompt, SHAPE.shared_prefill_tokens)
     return Ask(key, tenant, kv_blocks=blocks, seats=seats, prefill=demand, prompt_tokens=prompt, max_new_tokens=new * seats, **changes)
 
 
@@ -112,7 +112,14 @@ def test_what_can_never_fit_is_refused_with_asked_held_and_allowed() -> None:
     assert (short.limit, short.allowed) == (Limit.CONCURRENT, 0)
     short = queue.offer(ask("c1", "c", seats=9))
     assert short is not None
-    assert (short.limit, short.asked, short.allowed) == (Limit.SEATS, 9, 8)
+    assert (short.limit, short.asked, short.allowed) == (Limit.SEATS, 9, 7)
+
+
+def test_a_request_of_many_samples_leaves_the_reserved_seats_to_others_even_from_a_tenant_with_nothing_running() -> None:
+    queue = made()
+    assert offered(queue, ask("a1", seats=7))
+    assert offered(queue, ask("b1", "b"))
+    assert not offered(queue, ask("c1", "c"))
 
 
 def test_what_the_quota_allows_and_this_workers_part_does_not_waits_for_the_part_to_grow() -> None:

@@ -69,6 +69,19 @@ def test_lowering_a_share_below_what_is_held_evicts_nothing_shows_it_and_lets_no
     assert (book.over_share("a"), book.fit("a", 20)) == (0, Fit.NOW)
 
 
+def test_some_of_what_nobody_is_guaranteed_is_kept_for_small_asks_of_tenants_that_hold_nothing() -> None:
+    book = KvLedger(100, reserve=10)
+    book.set_share("a", KvShare(20))
+    assert (book.limit_of("greedy"), book.fit("greedy", 71)) == (70, Fit.NEVER)
+    book.reserve("r1", "greedy", 70)
+    assert book.fit("greedy", 1) is Fit.ROOM_FULL
+    assert book.fit("newcomer", 11) is Fit.ROOM_FULL
+    assert book.fit("newcomer", 10) is Fit.NOW
+    book.reserve("r2", "newcomer", 4)
+    assert book.fit("newcomer", 1) is Fit.ROOM_FULL
+    assert book.fit("a", 20) is Fit.NOW
+
+
 class Ledger(RuleBasedStateMachine):
     """Admits only what `fit` allows, and keeps its own sums beside the ledger's."""
 

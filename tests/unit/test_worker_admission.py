@@ -109,7 +109,7 @@ async def test_every_sample_counts_and_n_beyond_the_engines_seats_is_refused_by_
     desk.tenant("a")
     error = await desk.refused(desk.attempt(), samples=9)
     assert isinstance(error, ConcurrencyExceeded)
-    assert (error.fields["asked"], error.fields["limit"], error.fields["field"]) == (9, 8, "n")
+    assert (error.fields["asked"], error.fields["limit"], error.fields["field"]) == (9, 7, "n")
 
 
 @virtual
@@ -227,13 +227,16 @@ async def test_a_beam_search_reserves_all_beams_once_and_keeps_them_until_the_at
     attempt = desk.attempt(beams=4, max_tokens=16)
     first = await desk.admit(attempt, tokens=1, beam=True)
     assert (desk.held, first.max_tokens) == (4 * 2, 1)
+    account = desk.governor.admission.queue.line("a").account
     for _ in range(20):
         step = await desk.admit(attempt, prompt=20, tokens=1, beam=True)
+        desk.governor.count(attempt, step, completion_tokens=1, cached_tokens=0, now_s=0.0)
         desk.governor.leave(step)
     assert (desk.held, attempt.prompt_tokens) == (8, 16)
     assert desk.governor.admission.queue.room.seats == 4
     desk.governor.end(attempt)
     assert (desk.held, desk.governor.admission.queue.room.seats) == (0, 0)
+    assert account.counter == 16 + 2 * 20, "the prompt once, and every token that any beam made"
 
 
 @virtual
