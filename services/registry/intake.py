@@ -6,6 +6,8 @@ steps are idempotent, and the reservation is one compare-and-set.
 
 import asyncio
 import shutil
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio.to_thread
@@ -37,7 +39,7 @@ _MAX_STARTS = 5  # an upload that cannot be read that often is refused
 
 
 class IntakeService:
-    """Runs at most max_validations at once; more wait their turn."""
+    """Runs at most max_validations at once, one of each tenant; more wait their turn."""
 
     def __init__(
         self, store: Store, mounting: Mounting, records: UploadRecords, stored: StoredLedger, settings: RegistrySettings, work_dir: Path
@@ -49,6 +51,7 @@ class IntakeService:
         self._settings = settings
         self._work_dir = work_dir
         self._turns = asyncio.Semaphore(settings.max_validations)
+        self._lines: dict[str, tuple[asyncio.Lock, int]] = {}  # by tenant_id, with how many use it
         self.at_work: set[str] = set()  # adapter ids
 
     async def take_in(self, record: AdapterRecord) -> AdapterRecord:
@@ -62,7 +65,7 @@ class IntakeService:
             async with asyncio.TaskGroup() as group:
                 beating = group.create_task(self._beat(work))
                 try:
-                    async with self._turns:
+                    async with self._turn_of(record.tenant_id), self._turns:
                         outcome = await self._outcome(work)
                 finally:
                     await end([beating])
@@ -72,6 +75,19 @@ class IntakeService:
         if isinstance(outcome, TenantryError):
             raise outcome
         return outcome
+
+    @asynccontextmanager
+    async def _turn_of(self, tenant_id: str) -> AsyncGenerator[None]:
+        """One validation of a tenant at a time: its uploads wait behind each other, not in front of others'."""
+        lock, users = self._lines.get(tenant_id, (asyncio.Lock(), 0))
+        self._lines[tenant_id] = (lock, users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, users = self._lines.pop(tenant_id)
+            if users > 1:
+                self._lines[tenant_id] = (lock, users - 1)
 
     async def _outcome(self, work: "_Work") -> AdapterRecord | TenantryError:
         try:

@@ -11,6 +11,7 @@ import structlog
 
 from services.router.asgi import Headers, Receive, Scope, Send, answer_whole
 from services.router.charge import Charge
+from services.router.crowd import Crowd
 from services.router.deliver import deliver
 from services.router.dispatch import Dispatcher
 from services.router.exchange import Exchange
@@ -21,7 +22,7 @@ from services.router.openai import BodyTooSlow, MethodNotAllowed, body_of, retry
 from services.router.peek import peek, tokens_asked
 from services.router.rates import Rates
 from services.router.request_ids import RequestIds
-from services.router.resolve import authenticate, resolve, secret_of
+from services.router.resolve import authenticate, resolve, secret_of, speaks_for
 from services.router.routes import RouteTable
 from services.router.server import BODY_WHOLE, HANG_UP, ON_GONE, WRITE_PIECE
 from services.router.settings import RouterSettings
@@ -76,6 +77,7 @@ class DataPlane:
         self._metrics = metrics
         self._settings = settings
         self._ids = RequestIds()
+        self._crowd = Crowd("requests", settings.tenant_max_concurrent)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
@@ -96,6 +98,8 @@ class DataPlane:
                 exchange.outcome = "error:internal_error"  # the response stays incomplete, and shows it
         finally:
             self.active -= 1
+            if exchange.crowded:
+                self._crowd.leave(exchange.crowded)
             self._finish(exchange, loop.time())
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,7 +124,9 @@ class DataPlane:
         if not self._freshness.current(exchange.started_s):
             await self._freshness.settle(exchange.started_s)
         exchange.secret = secret_of(head.authorization, head.x_api_key)
-        authenticate(self._table, exchange.secret)
+        tenant_name = speaks_for(self._table, authenticate(self._table, exchange.secret), exchange.mark).name
+        self._crowd.enter(tenant_name)
+        exchange.crowded = tenant_name
         if not generating:
             await self._models(exchange, send)
             return

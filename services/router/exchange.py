@@ -18,6 +18,7 @@ class Exchange:
         "body",
         "charge",
         "client_label",
+        "crowded",
         "delivered_bytes",
         "delivered_events",
         "first_byte_s",
@@ -53,6 +54,7 @@ class Exchange:
         self.route: Route | None = None
         self.answer: Answer | None = None  # of the attempt that runs
         self.attempts = 0
+        self.crowded = ""  # the tenant among whose requests it counts in this router
         self.charge: Charge | None = None
         self.totals: Totals | None = None  # of the attempt that ended
         self.worker_id = ""

@@ -18,6 +18,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     upload_limit_bytes: int = 4 << 30
     body_timeout_s: float = 120.0  # for a request's body to come whole: until then it takes one of max_concurrent
     max_concurrent: int = 4096  # requests in this router at once; more are 429 overloaded
+    tenant_max_concurrent: int = 2048  # of these, of one tenant
+    tenant_admin_max_concurrent: int = 8  # a tenant's own requests to the admin plane at once
+    tenant_uploads_at_once: int = 4  # and of these, uploads
 
     attempts: int = 3
     accept_timeout_s: float = 0.3

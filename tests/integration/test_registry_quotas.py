@@ -1,13 +1,15 @@
 """Limits of a tenant as managers set and see them, and the two that are enforced where uploads come in."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from shared.bus import Bus, open_bucket
+from shared.bus import Bus, BusSettings, connect, open_bucket
+from shared.bus.embedded import EmbeddedNats
 from shared.contracts import admin, state, tenancy
 from shared.contracts.tenancy import TenantLimits
 from shared.errors import (
@@ -19,7 +21,7 @@ from shared.errors import (
     QuotaExceeded,
     TenantryError,
 )
-from tests.integration.registry_rig import LIMITS, POOL, QUICK, Admin, FakeWorker, obeying, running_registry, small_cluster
+from tests.integration.registry_rig import LIMITS, POOL, Admin, FakeWorker, obeying, running_registry, small_cluster
 from tests.integration.test_registry_adapters import adapter
 from tests.waiting import until_async
 
@@ -158,14 +160,21 @@ async def test_files_beyond_the_artifact_quota_are_refused_and_room_comes_back_w
         assert (await manager.add("sales", "mail", mail, tmp_path)).state == "ready"
 
 
-async def test_uploads_at_the_same_time_do_not_pass_the_artifact_quota_together(bus: Bus, tmp_path: Path) -> None:
-    settings = msgspec.structs.replace(QUICK, max_validations=4)
-    async with small_cluster(bus, settings, limits=msgspec.structs.replace(LIMITS, slots=8)) as (manager, _):
+async def test_uploads_at_the_same_time_do_not_pass_the_artifact_quota_together(
+    nats_server: EmbeddedNats, bus: Bus, tmp_path: Path
+) -> None:
+    """One registry takes a tenant's uploads one after the other; several do not wait for each other."""
+    async with AsyncExitStack() as stack:
+        manager, _ = await stack.enter_async_context(small_cluster(bus, limits=msgspec.structs.replace(LIMITS, slots=8)))
+        for number in range(3):
+            own = await connect(BusSettings(url=nats_server.url, name=f"registry{number}"))
+            stack.push_async_callback(own.close)
+            await stack.enter_async_context(running_registry(own))
         await manager.tenant("sales")
         await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
         size = figure(await shown(manager, "sales"), "artifact_bytes")[1]
         await limited(manager, "sales", artifact_bytes=3 * size + size // 2)
-        folders = [tmp_path / f"at-once-{i}" for i in range(5)]
+        folders = [tmp_path / f"at-once-{i}" for i in range(8)]
         for folder in folders:
             folder.mkdir()
 
@@ -177,7 +186,7 @@ async def test_uploads_at_the_same_time_do_not_pass_the_artifact_quota_together(
             return True
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(add(number)) for number in range(5)]
+            tasks = [group.create_task(add(number)) for number in range(len(folders))]
         assert sum(task.result() for task in tasks) == 2
         asked, held, allowed = figure(await shown(manager, "sales"), "artifact_bytes")
         assert held <= (allowed or 0)

@@ -10,13 +10,13 @@ import pytest
 
 from services.router.settings import RouterSettings
 from services.router.stack import Router
-from shared.bus import BusSettings, connect
+from shared.bus import BusSettings, Message, connect
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import admin, state
 from shared.contracts.errors import ErrorInfo
 from shared.runtime import Stop
 from tests.integration.test_router_admin import Office, code_of, office
-from tests.router_fakes import CS_KEY, SALES_KEY, Cluster, cluster, mount, pool_entry, sha256, until, until_ready
+from tests.router_fakes import CS_KEY, SALES_KEY, Attempt, Cluster, cluster, mount, pool_entry, sha256, until, until_ready
 
 assert office
 OWN = "sk-sales-own"
@@ -250,3 +250,51 @@ async def test_the_routing_headers_name_is_configurable_and_only_a_key_that_may_
     assert (await running.ask("help", key="sk-gateway", headers={"x-team": "cs"})).status_code == 200
     assert code_of(await running.ask("help", key="sk-gateway", headers={"x-tenant": "cs"})) == (400, "tenant_required")
     assert code_of(await running.ask("help", key=SALES_KEY, headers={"x-team": "cs"})) == (403, "tenant_not_allowed")
+
+
+async def test_one_tenants_requests_do_not_fill_a_router(nats_server: EmbeddedNats) -> None:
+    async with cluster(nats_server, tenant_max_concurrent=2) as running:
+        held = asyncio.Event()
+
+        async def hold(attempt: Attempt) -> None:
+            if attempt.request.handle.tenant == "sales":
+                await held.wait()
+            await attempt.answer()
+
+        running.worker.behaviour = hold
+        async with asyncio.TaskGroup() as group:
+            waiting = [group.create_task(running.ask("tone")) for _ in range(2)]
+            await until(lambda: len(running.worker.attempts) == 2)
+            refused = await running.ask("tone")
+            assert code_of(refused) == (429, "overloaded")
+            error = refused.json()["error"]
+            assert (error["asked"], error["held"], error["allowed"]) == (1, 2, 2)
+            assert (await running.ask("help", key=CS_KEY)).status_code == 200
+            held.set()
+        assert [task.result().status_code for task in waiting] == [200, 200]
+        assert (await running.ask("tone")).status_code == 200
+
+
+async def test_a_tenants_requests_to_the_admin_plane_and_its_uploads_are_bounded(running: Cluster, office: Office) -> None:
+    gate = asyncio.Event()
+    answer = office.hear
+
+    async def slow(message: Message) -> None:
+        await gate.wait()
+        await answer(message)
+
+    await running.registry.bus.subscribe(admin.ADMIN_SUBJECT, slow, queue="slow")
+    statuses: list[int] = []
+
+    async def ask(method: str, path: str) -> None:
+        response = await running.client.request(method, path, headers=bearer(OWN))
+        statuses.append(response.status_code)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(60):
+            group.create_task(ask("GET", "/admin/v1/adapters/sales"))
+        for _ in range(60):
+            group.create_task(ask("POST", "/admin/v1/adapters/sales/tone"))
+        await until(lambda: 429 in statuses)
+        gate.set()
+    assert set(statuses) <= {200, 201, 429}

@@ -15,7 +15,7 @@ from shared.bus.embedded import EmbeddedNats
 from shared.contracts import state
 from shared.contracts.inference import FrameKind, Totals
 from shared.contracts.inference import encode as encode_frames
-from shared.contracts.rates import RATES_STREAM, RATES_SUBJECTS, REQUESTS, rate_subject
+from shared.contracts.rates import RATES_STREAM, RATES_SUBJECTS, REQUESTS, TOKENS, rate_subject
 from shared.contracts.tenancy import TenantLimits
 from shared.runtime import Stop
 from tests.router_fakes import SALES_KEY, Attempt, Cluster, cluster, until, until_ready
@@ -227,6 +227,26 @@ async def test_a_router_that_cannot_reach_the_counters_serves_from_its_lease_and
     held = lease.left
     statuses = [(await ask(running.client)).status_code for _ in range(held + 3)]
     assert statuses == [200] * held + [429] * 3
+
+
+async def test_the_next_minute_is_another_budget_and_debts_are_paid_from_it(running: Cluster) -> None:
+    clock = running.router.table.clock
+    running.worker.behaviour = answering(700, 600)
+    await limit(running, requests_per_minute=2, tokens_per_minute=1000)
+    await early_in_a_minute(running)
+    assert (await ask(running.client, max_tokens=1)).status_code == 200
+    assert (await ask(running.client, max_tokens=1)).json()["error"]["code"] == "token_rate_exceeded"
+    running.worker.behaviour = answering(5, 5)
+    running.registry.beating = False  # its next heartbeats would set the clock back
+    minute = int(clock.unix_s() // 60)
+    clock.heard(clock.unix_s() + 60.0)
+    assert running.router.rates is not None
+    account = running.router.rates.account(TOKENS, SALES)
+    assert account is not None
+    await until(lambda: account.lease.minute == minute + 1)
+    answers = [await ask(running.client, max_tokens=tokens) for tokens in (800, 300, 300)]
+    assert [answer.status_code for answer in answers] == [429, 200, 200], "300 of the 1000 were owed"
+    assert (await ask(running.client, max_tokens=1)).json()["error"]["code"] == "request_rate_exceeded"
 
 
 @pytest.mark.parametrize(

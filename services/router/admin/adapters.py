@@ -1,7 +1,5 @@
 """Adapters: upload and mount, list, show, unload, remove, events."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -14,10 +12,12 @@ from services.router.admin.answers import Body, NameInPath, Text, TextInQuery, V
 from services.router.admin.registry_client import RegistryClient
 from services.router.admin.tenant_door import tenant_of
 from services.router.admin.uploads import Upload, received, stage, unstage
+from services.router.crowd import Crowd
+from services.router.settings import RouterSettings
 from shared.bus import Bus, BusUnavailable
 from shared.contracts.adapters import OnDeadline
 from shared.contracts.admin import AddAdapter, ListAdapters, ListEvents, RemoveAdapter, ShowAdapter, UnloadAdapter
-from shared.errors import InvalidRequest, NotPermitted, Overloaded, RegistryUnavailable, TenantryError
+from shared.errors import InvalidRequest, NotPermitted, RegistryUnavailable, TenantryError
 from shared.policy.limits import MAX_BYTES
 
 log = structlog.get_logger()
@@ -35,7 +35,6 @@ _ARCHIVE = {
 }
 
 
-_UPLOADS_AT_ONCE = 4  # of one tenant's own keys, in one router
 _MAX_WAIT_S = 3600.0
 
 
@@ -47,32 +46,9 @@ class Unload(Body):
     wait_s: Wait = 0.0
 
 
-class Turns:
-    """Uploads under way, of tenants: each takes disk here until it is staged."""
-
-    def __init__(self) -> None:
-        self._under_way: dict[str, int] = {}
-
-    @contextmanager
-    def one(self, tenant: str) -> Generator[None]:
-        """:raises Overloaded: as many as may be at once. For "" (the operator) there is no bound."""
-        held = self._under_way.get(tenant, 0)
-        if tenant and held >= _UPLOADS_AT_ONCE:
-            raise Overloaded(
-                f"{held} uploads of {tenant} are under way here", asked=1, held=held, allowed=_UPLOADS_AT_ONCE, retry_after_s=1.0
-            )  # fmt: skip
-        self._under_way[tenant] = held + 1
-        try:
-            yield
-        finally:
-            self._under_way[tenant] -= 1
-            if not self._under_way[tenant]:
-                del self._under_way[tenant]
-
-
-def make_routes(registry: RegistryClient, bus: Bus, upload_limit_bytes: int) -> APIRouter:
+def make_routes(registry: RegistryClient, bus: Bus, settings: RouterSettings) -> APIRouter:
     routes = APIRouter(tags=["adapters"])
-    turns = Turns()
+    uploads = Crowd("uploads", settings.tenant_uploads_at_once)  # each takes disk here until it is staged
 
     async def add(request: Request, tenant: str, name: str, upload: Upload) -> Response:
         fields = dict(request.query_params) | upload.fields
@@ -100,7 +76,7 @@ def make_routes(registry: RegistryClient, bus: Bus, upload_limit_bytes: int) -> 
     @routes.post("/adapters", status_code=201, openapi_extra=_ARCHIVE)
     async def add_named_in_form(request: Request) -> Response:
         """As below, with `tenant` and `name` among the form's or query's fields."""
-        async with received(request, upload_limit_bytes) as upload:
+        async with received(request, settings.upload_limit_bytes) as upload:
             fields = dict(request.query_params) | upload.fields
             tenant, name = _named(fields, "tenant"), _named(fields, "name")
             upload.fields = {key: value for key, value in upload.fields.items() if key not in {"tenant", "name"}}
@@ -113,11 +89,17 @@ def make_routes(registry: RegistryClient, bus: Bus, upload_limit_bytes: int) -> 
     @routes.post("/adapters/{tenant}/{name}", status_code=201, openapi_extra=_ARCHIVE)
     async def add_adapter(request: Request, tenant: NameInPath, name: NameInPath) -> Response:
         """Validates, admits and mounts; answers when it serves, is refused or fails, or after `wait_s`."""
-        with turns.one(tenant_of(request.scope)):
+        own = tenant_of(request.scope)
+        if not own:
             return await received_and_added(request, tenant, name)
+        uploads.enter(own)
+        try:
+            return await received_and_added(request, tenant, name)
+        finally:
+            uploads.leave(own)
 
     async def received_and_added(request: Request, tenant: str, name: str) -> Response:
-        async with received(request, upload_limit_bytes) as upload:
+        async with received(request, settings.upload_limit_bytes) as upload:
             return await add(request, tenant, name, upload)
 
     @routes.post("/adapters/{tenant}/{name}/unload")

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from services.router.admin import adapters, cluster, keys, tenants
 from services.router.admin.registry_client import RegistryClient
-from services.router.admin.tenant_door import TenantDoor, is_upload, limited, tenant_of
+from services.router.admin.tenant_door import TenantDoor, tenant_of
 from services.router.asgi import AsgiApp, Receive, Scope, Send, answer_whole
 from services.router.fleet import Fleet
 from services.router.freshness import Freshness
@@ -40,8 +40,10 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = await self._refusal(scope)
         if refusal is None:
-            may_be_large = not tenant_of(scope) or is_upload(scope)
-            await self._inner(scope, receive if may_be_large else limited(receive), send)
+            if self._door is not None and tenant_of(scope):
+                await self._door.through(self._inner, scope, receive, send)
+            else:
+                await self._inner(scope, receive, send)
             return
         status = status_of(refusal)
         headers = [(b"www-authenticate", b"Bearer")] if status == 401 else []
@@ -81,12 +83,12 @@ def make_admin_plane(bus: Bus, table: RouteTable, freshness: Freshness, fleet: F
     registry = RegistryClient(bus)
     app.include_router(tenants.make_routes(registry), prefix=PREFIX)
     app.include_router(keys.make_routes(registry, table), prefix=PREFIX)
-    app.include_router(adapters.make_routes(registry, bus, settings.upload_limit_bytes), prefix=PREFIX)
+    app.include_router(adapters.make_routes(registry, bus, settings), prefix=PREFIX)
     app.include_router(cluster.make_routes(registry, table, fleet, bus), prefix=PREFIX)
     app.add_exception_handler(TenantryError, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _unrouted)
-    return Gate(app, settings.admin_key_sha256, TenantDoor(table, freshness))
+    return Gate(app, settings.admin_key_sha256, TenantDoor(table, freshness, settings.tenant_admin_max_concurrent))
 
 
 async def _told(request: Request, error: Exception) -> Response:

@@ -3,12 +3,13 @@
 import re
 from typing import Any
 
-from services.router.asgi import Event, Receive, Scope
+from services.router.asgi import AsgiApp, Event, Receive, Scope, Send
+from services.router.crowd import Crowd
 from services.router.freshness import Freshness
 from services.router.resolve import authenticate
 from services.router.routes import RouteTable
 from shared.contracts import state
-from shared.errors import BodyTooLarge, InvalidKey, NotFound, TenantryError
+from shared.errors import BodyTooLarge, InvalidKey, NotFound, Overloaded, TenantryError
 
 TENANT = "tenantry.tenant"  # scope key: whose key opened the door; absent for the operator's
 
@@ -29,9 +30,10 @@ _OPEN = tuple(
 
 
 class TenantDoor:
-    def __init__(self, table: RouteTable, freshness: Freshness) -> None:
+    def __init__(self, table: RouteTable, freshness: Freshness, at_once: int) -> None:
         self._table = table
         self._freshness = freshness
+        self._crowd = Crowd("requests to the admin plane", at_once)
 
     async def refusal(self, scope: Scope, secret: str, now_s: float) -> TenantryError | None:
         """None lets the request through, marked as the tenant's.
@@ -59,15 +61,26 @@ class TenantDoor:
             return error
         if tenant not in key.tenants or tenant not in self._table.tenants:
             return NotFound("there is nothing of that name, or this key may not see it")
+        try:
+            self._crowd.enter(tenant)
+        except Overloaded as error:
+            return error
         scope[TENANT] = tenant
         return None
 
+    async def through(self, inner: AsgiApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """After `refusal` gave None."""
+        try:
+            await inner(scope, receive if _is_upload(scope) else _limited(receive), send)
+        finally:
+            self._crowd.leave(scope[TENANT])
 
-def is_upload(scope: Scope) -> bool:
+
+def _is_upload(scope: Scope) -> bool:
     return scope["method"] == "POST" and re.fullmatch("/admin/v1/adapters/[^/]+/[^/]+", scope["path"]) is not None
 
 
-def limited(receive: Receive) -> Receive:
+def _limited(receive: Receive) -> Receive:
     """The same, refusing a body that is larger than a tenant's request has any use for."""
     read_bytes = 0
 
