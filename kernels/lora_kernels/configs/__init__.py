@@ -156,7 +156,7 @@ _PROGRAMS_WANTED = 396
 
 
 def _dense_tiles(shape: Shape) -> Tiles:
-    """By pair for a handful of tokens, else by list: up to 256 tokens R is taken in blocks of 64 at most, beyond all at once."""
+    """By pair or slot for a handful of tokens, else by list: up to 256 tokens R is taken in blocks of 64 at most, beyond all at once."""
     rank, expand = padded_rank(shape.rank), shape.op.endswith("expand")
     if shape.rows < 16 and rank <= 64:
         return Tiles(path="pairs", block=min(256, 8192 // rank))
@@ -166,15 +166,15 @@ def _dense_tiles(shape: Shape) -> Tiles:
             return Tiles(path="list", block=block, steps=4, num_warps=8, stages=stages, rows=64)
         steps = _steps(shape.width, 64, min(16, _PROGRAMS_WANTED * 32 // shape.rows))
         return Tiles(path="list", block=64, steps=steps, num_warps=4 if rank <= 32 else 8, stages=4 if rank <= 32 else 3, rows=64)
-    narrow = rank <= 32
+    narrow, path = rank <= 32, "list" if shape.rows >= 16 else "slots"
     if expand:
-        return Tiles(path="list", block=256 if narrow else 128, num_warps=8)
+        return Tiles(path=path, block=256 if narrow else 128, num_warps=8)
     programs = min(shape.rows, shape.adapters + shape.rows // 32) * shape.slices * max(1, rank // 64)
     steps = _steps(shape.width, 256, max(4, min(32, _PROGRAMS_WANTED // programs)))
     rows = 16 if shape.rows <= 64 else 32
     if steps == 1:
-        return Tiles(path="list", block=256, num_warps=4 if narrow else 8, rows=rows)
-    return Tiles(path="list", block=128, steps=2 * steps, stages=4 if narrow else 3, rows=rows)
+        return Tiles(path=path, block=256, num_warps=4 if narrow else 8, rows=rows)
+    return Tiles(path=path, block=128, steps=2 * steps, stages=4 if narrow else 3, rows=rows)
 
 
 def _steps(width: int, block: int, splits: int) -> int:
