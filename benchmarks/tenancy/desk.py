@@ -41,15 +41,17 @@ class Desk:
         self.open: dict[str, Asked] = {}  # by request id
         self._numbers = itertools.count()
 
-    async def ask(self, tenant: str, prompt: str | list[int], max_tokens: int, *, keep: list[Asked] | None = None) -> Asked:
-        """A streamed completion of exactly `max_tokens`; `keep` gets it when it begins."""
+    async def ask(
+        self, tenant: str, prompt: str | list[int], max_tokens: int, *, samples: int = 1, keep: list[Asked] | None = None
+    ) -> Asked:
+        """A streamed completion of exactly `max_tokens` a sample; `keep` gets it when it begins."""
         loop = asyncio.get_running_loop()
         handle = Handle(tenant_id=tenant, tenant=tenant, pool_id="main", base=self.engine.description.identity)
         attempt = Attempt(f"r{next(self._numbers)}", 1, "bench", handle, "/v1/completions")
         asked = Asked(attempt, loop.time())
         if keep is not None:
             keep.append(asked)
-        body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+        body = {"prompt": prompt, "n": samples, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
         prepared = request_policy.prepare(attempt.path, msgspec.json.encode(body), handle, self.engine.base_model_name)
         attempt.plan = prepared.plan
         bodies = [prepared.body]
@@ -64,7 +66,7 @@ class Desk:
             piece: bytes = message.get("body", b"")
             if message["type"] != "http.response.body" or not piece.startswith(b"data: {"):
                 return
-            if len(asked.token_s) < max_tokens:
+            if len(asked.token_s) < max_tokens * samples:
                 if not asked.token_s:
                     self.tokens[tenant] = self.tokens.get(tenant, 0) + attempt.prompt_tokens
                 asked.token_s.append(loop.time())
@@ -97,7 +99,7 @@ class Desk:
             asked.failed = attempt.refusal.code
         return asked
 
-    async def keep_asking(self, tenant: str, outstanding: int, prompt: Any, max_tokens: int, spread: int = 0) -> None:
+    async def keep_asking(self, tenant: str, outstanding: int, prompt: Any, max_tokens: int, spread: int = 0, samples: int = 1) -> None:
         """`outstanding` requests at all times, until cancelled. `prompt()` makes one; answers' lengths are spread evenly around
         `max_tokens`, up to `spread` away, so that requests that began together do not end together.
         """
@@ -106,7 +108,7 @@ class Desk:
         async def one() -> None:
             while True:
                 away = (next(numbers) * 37) % (2 * spread + 1) - spread
-                await self.ask(tenant, prompt(), max_tokens + away)
+                await self.ask(tenant, prompt(), max_tokens + away, samples=samples)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(outstanding):

@@ -68,10 +68,12 @@ async def quiet_beside(desk: Desk, load: Load, outstanding: int) -> Beside:
     return Beside(quiet, tokens, seconds)
 
 
-async def stream_beside(desk: Desk, load: Load, *, decoding: int, prompts: int, prompt_tokens: int, stream_tokens: int) -> list[float]:
+async def stream_beside(
+    desk: Desk, load: Load, *, decoding: int, prompts: int, prompt_tokens: int, stream_tokens: int, samples: int = 1
+) -> list[float]:
     """Inter-token times of B's stream, in ms, while A decodes `decoding` streams and keeps `prompts` long prompts coming."""
     decodes = desk.keep_asking("a", decoding, lambda: load.prompt(16), 4 * stream_tokens)
-    floods = desk.keep_asking("a", prompts, lambda: load.prompt(prompt_tokens), 4)
+    floods = desk.keep_asking("a", prompts, lambda: load.prompt(prompt_tokens), 4, samples=samples)
     async with background(decodes):
         await asyncio.sleep(load.warm_up_s / 10)
         kept: list[Asked] = []

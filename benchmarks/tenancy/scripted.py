@@ -47,7 +47,9 @@ async def desk_with(*, fair: bool) -> tuple[Desk, dict[str, int]]:
         begin(attempt)
 
     def note_first(sequence: Sequence) -> None:
-        waits[sequence.name] = stepper.steps - asked_at.pop(sequence.name)
+        asked = asked_at.pop(sequence.name, None)
+        if asked is not None:  # the first of its samples
+            waits[sequence.name] = stepper.steps - asked
 
     governor.begin = note_arrival
     stepper.on_first_step = note_first
@@ -67,11 +69,17 @@ def quiet(outstanding: int, *, fair: bool, **changes: Any) -> tuple[Beside, list
     return virtual_time.run(measure())
 
 
-def stream(*, fair: bool, decoding: int, prompts: int, stream_tokens: int = 1500) -> list[float]:
+def stream(*, fair: bool, decoding: int, prompts: int, stream_tokens: int = 1500, samples: int = 1) -> list[float]:
     async def measure() -> list[float]:
         desk, _ = await desk_with(fair=fair)
         return await stream_beside(
-            desk, load(), decoding=decoding, prompts=prompts, prompt_tokens=MAX_PROMPT_TOKENS, stream_tokens=stream_tokens
+            desk,
+            load(),
+            decoding=decoding,
+            prompts=prompts,
+            prompt_tokens=MAX_PROMPT_TOKENS,
+            stream_tokens=stream_tokens,
+            samples=samples,
         )
 
     return virtual_time.run(measure())

@@ -24,6 +24,8 @@ def test_prompts_of_maximum_length_do_not_double_the_time_between_a_running_stre
     only_prompts = percentile(scripted.stream(fair=True, decoding=0, prompts=8, stream_tokens=400), 99)
     assert beside <= 2 * without
     assert only_prompts <= 2 * alone
+    samples = percentile(scripted.stream(fair=True, decoding=20, prompts=2, stream_tokens=400, samples=8), 99)
+    assert samples <= 2 * without, "eight samples of a prompt are eight prompts to the engine"
 
 
 def test_backlogged_tenants_get_tokens_by_their_weights() -> None:
