@@ -97,8 +97,9 @@ class Client:
     def delete_tenant(self, name: str) -> None:
         self._send("DELETE", f"/tenants/{name}", object)
 
-    def keys(self, tenant: str = "") -> list[KeyView]:
-        return self._get("/keys", list[KeyView], tenant=tenant)
+    def keys(self, tenant: str = "", *, own: bool = False) -> list[KeyView]:
+        """`own`: only those that speak for this tenant alone, which its own key with the scope `admin` may ask for too."""
+        return self._get(f"/tenants/{tenant}/keys", list[KeyView]) if own else self._get("/keys", list[KeyView], tenant=tenant)
 
     def add_key(self, *tenants: str, gateway: bool = False, label: str = "", scopes: Sequence[str] = ("infer",)) -> KeyView:
         """The answer's `secret` is the API key; it is shown this once. A gateway's key may speak for several tenants.
@@ -108,17 +109,18 @@ class Client:
         body = {"tenants": list(tenants), "gateway": gateway, "label": label, "scopes": list(scopes)}
         return self._send("POST", "/keys", KeyView, json=body)
 
-    def rotate_key(self, key_id: str, *, overlap_s: float = 3600.0) -> KeyView:
-        """A new secret for the same tenants and scopes; the old one works for overlap_s more."""
-        return self._send("POST", f"/keys/{key_id}/rotate", KeyView, json={"overlap_s": overlap_s})
+    def rotate_key(self, key_id: str, *, overlap_s: float = 3600.0, tenant: str = "") -> KeyView:
+        """A new secret for the same tenants and scopes; the old one works for overlap_s more. With `tenant` its own key may do it."""
+        return self._send("POST", f"{_keys_of(tenant)}/{key_id}/rotate", KeyView, json={"overlap_s": overlap_s})
 
-    def revoke_key(self, key_id: str) -> None:
-        self._send("DELETE", f"/keys/{key_id}", object)
+    def revoke_key(self, key_id: str, *, tenant: str = "") -> None:
+        self._send("DELETE", f"{_keys_of(tenant)}/{key_id}", object)
 
     # adapters
 
     def adapters(self, tenant: str = "", *, all_versions: bool = False) -> list[AdapterView]:
-        return self._get("/adapters", list[AdapterView], tenant=tenant, all_versions=_flag(all_versions))
+        """With `tenant` its own key with the scope `adapters` may ask too."""
+        return self._get(f"/adapters/{tenant}" if tenant else "/adapters", list[AdapterView], all_versions=_flag(all_versions))
 
     def show(self, name: str, tenant: str | None = None, *, version: int = 0) -> AdapterView:
         owner = tenant or self.owner_of(name)
@@ -286,6 +288,10 @@ def _refusal(response: httpx.Response) -> ClientError:
         return ClientError(f"HTTP {response.status_code} without a reason", status=response.status_code)
     fields = {name: value for name, value in error.items() if name not in {"message", "code", "type", "status", "peer_code"}}
     return ClientError(message, status=response.status_code, peer_code=peer_code, **fields)
+
+
+def _keys_of(tenant: str) -> str:
+    return f"/tenants/{tenant}/keys" if tenant else "/keys"
 
 
 def _adapter_params(base: str, ceiling_mb: int | None, drain_first: bool, make_default: bool, wait_s: float) -> dict[str, Any]:

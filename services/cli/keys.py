@@ -22,6 +22,8 @@ class _AddByName(TyperGroup):
         return super().resolve_command(ctx, ["add", *args] if named else args)
 
 
+OwnTenant = Annotated[str, typer.Option("--tenant", help="Only if it is this tenant's alone; for a team with a key of its own.")]
+
 app = typer.Typer(cls=_AddByName, no_args_is_help=True, help="A tenant's API keys.")
 
 
@@ -59,19 +61,21 @@ def add(
 @app.command("list")
 def list_all(
     name: Annotated[str, typer.Argument(help="The tenant.")],
+    own: Annotated[bool, typer.Option("--own", help="Only those that speak for it alone; for a team with a key of its own.")] = False,
     data: access.DataOption = access.DATA,
     url: access.UrlOption = "",
     as_json: access.JsonOption = False,
 ) -> None:
     """List a tenant's keys."""
     with access.client(url, data) as client:
-        _list(client, name, as_json=as_json)
+        _list(client, name, own=own, as_json=as_json)
 
 
 @app.command("rotate")
 def rotate(
     key_id: Annotated[str, typer.Argument()],
     overlap: Annotated[str, typer.Option("--overlap", help="How long the old secret still works: 90s, 15m, 1h, 7d; 0 revokes it.")] = "1h",
+    tenant: OwnTenant = "",
     save: Annotated[str, typer.Option("--save", metavar="TENANT", help="Keep it for `tenantry ask TENANT`.")] = "",
     data: access.DataOption = access.DATA,
     url: access.UrlOption = "",
@@ -80,7 +84,7 @@ def rotate(
     """Make a new secret with the same rights; the old one ends after the overlap."""
     overlap_s = seconds(overlap)
     with access.client(url, data) as client:
-        made = client.rotate_key(key_id, overlap_s=overlap_s)
+        made = client.rotate_key(key_id, overlap_s=overlap_s, tenant=tenant)
     if save:
         _save(data, save, made)
     _show(made, as_json=as_json)
@@ -91,12 +95,13 @@ def rotate(
 @app.command("revoke")
 def revoke(
     key_id: Annotated[str, typer.Argument()],
+    tenant: OwnTenant = "",
     data: access.DataOption = access.DATA,
     url: access.UrlOption = "",
 ) -> None:
     """End a key at once, on every router."""
     with access.client(url, data) as client:
-        _revoke(client, key_id)
+        _revoke(client, key_id, tenant)
 
 
 def seconds(text: str) -> float:
@@ -110,13 +115,13 @@ def seconds(text: str) -> float:
     return float(found[1]) * _UNITS_S[found[2] or "s"]
 
 
-def _revoke(client: Client, key_id: str) -> None:
-    client.revoke_key(key_id)
+def _revoke(client: Client, key_id: str, tenant: str = "") -> None:
+    client.revoke_key(key_id, tenant=tenant)
     print_line(f"key {key_id} revoked")
 
 
-def _list(client: Client, tenant: str, *, as_json: bool) -> None:
-    views = client.keys(tenant)
+def _list(client: Client, tenant: str, *, own: bool = False, as_json: bool) -> None:
+    views = client.keys(tenant, own=own)
     if as_json:
         print_json(views)
         return

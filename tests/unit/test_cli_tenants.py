@@ -116,6 +116,17 @@ def test_a_key_is_rotated_with_an_overlap(plane: Plane, overlap: str, overlap_s:
     assert plane.seen == [("POST", "/keys/key_a/rotate", {"overlap_s": overlap_s})]
 
 
+def test_a_team_with_a_key_of_its_own_asks_below_its_tenant(plane: Plane) -> None:
+    run("key", "list", "sales", "--own")
+    run("key", "rotate", "key_a", "--tenant", "sales")
+    run("key", "revoke", "key_a", "--tenant", "sales")
+    assert [(method, path) for method, path, _ in plane.seen] == [
+        ("GET", "/tenants/sales/keys"),
+        ("POST", "/tenants/sales/keys/key_a/rotate"),
+        ("DELETE", "/tenants/sales/keys/key_a"),
+    ]
+
+
 @pytest.mark.parametrize("overlap", ["soon", "-1h", "1y", "h", ""])
 def test_what_is_no_span_of_time_is_refused(overlap: str) -> None:
     with pytest.raises(ConfigInvalid):
