@@ -12,11 +12,10 @@ from pathlib import Path
 
 import triton.backends.nvidia
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
-from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel, pack_hidden_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
-from lora_kernels.moe_prefill.plan import DENSE_BLOCK_K, DENSE_TILES, PrefillPlan, plan_prefill
+from lora_kernels.moe_prefill.expand_sum import expand_sum_kernel, schedule_kernel
+from lora_kernels.moe_prefill.plan import TOKEN_BLOCK, PrefillPlan, plan_prefill
 from lora_kernels.moe_prefill.shrink import shrink_kernel
-from lora_kernels.work_list.build import progress_length
 from lora_kernels.work_list.kernel import (
     CELLS_PER_PROGRAM,
     CHUNK,
@@ -32,9 +31,9 @@ from triton.runtime.jit import JITFunction
 BINARIES = Path(triton.backends.nvidia.__file__).parent / "bin"
 ADAPTERS, RANK = 8, 32
 INT_POINTERS = {"order", "tiles", "num_tiles", "topk_ids", "token_order", "token_tiles", "token_adapters", "adapter_enabled"}
-INT_POINTERS |= {"entries", "ranks", "counts", "finished", "totals", "places", "progress"}
+INT_POINTERS |= {"entries", "ranks", "counts", "finished", "totals", "places", "token_places", "schedule", "num_items"}
 FLOAT_POINTERS = {"topk_weights", "hidden", "down_hidden"}
-SCALARS = {"num_pairs", "max_tiles", "num_tokens", "num_chunks"}
+SCALARS = {"num_pairs", "max_tiles", "max_token_tiles", "num_tokens", "num_chunks", "lead", "ring_chunks"}
 
 
 def main() -> None:
@@ -59,7 +58,6 @@ def compile_list(model: str, experts: int, top_k: int) -> None:
     bins = triton.next_power_of_2(ADAPTERS * experts + 2)
     cells = {"NUM_CELLS": ADAPTERS * experts + 1, "BINS": bins, "BLOCK_M": 128}
     count = {"TOP_K": top_k, "NUM_EXPERTS": experts, "NUM_ADAPTERS": ADAPTERS, "HAS_ENABLED": True, "BINS": bins, "CHUNK": CHUNK}
-    count["PROGRESS"] = progress_length(ADAPTERS)
     report(model, sort_chunks_kernel, count)
     report(model, scan_kernel, {**cells, "CHUNKS_PER_STEP": CHUNKS_PER_STEP, "CELLS_PER_PROGRAM": CELLS_PER_PROGRAM})
     report(model, scatter_kernel, {**cells, "CHUNK": CHUNK})
@@ -84,14 +82,20 @@ def compile_layer(model: str, plan: PrefillPlan, hidden: int, size: int, gpt_oss
 
     summed = {"NUM_EXPERTS": experts, "ALL_LOCAL": True, "TOP_K": top_k, "N": hidden, "BLOCK_T": 4, "BLOCK_N": 512}
     report(model, sum_choices_kernel, summed, num_warps=4)
-    if plan.dense:
-        pack = {"NUM_EXPERTS": experts, "TOP_K": top_k, "BLOCK_R": RANK, "SPLITS": plan.activate.parts, "BLOCK_T": 8, "BLOCK_C": 512}
-        report(model, pack_hidden_kernel, pack)
-        tiles = DENSE_TILES
-        blocks = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": DENSE_BLOCK_K, "STAGES": tiles.num_stages}
-        shape = {"TOP_K": top_k, "N": hidden, "ALL_LOCAL": True, "SUM_FIRST": True}
-        dense = {**rank, **shape, **blocks, "NO_ADAPTER": ADAPTERS, "LIST_BLOCK": tiles.block_m}
-        report(model, combine_dense_kernel, dense, num_warps=tiles.num_warps)
+    ring = plan.expand_sum
+    assert ring
+    parts = {"TILE_PARTS": plan.block_m // ring.block_m, "TOKEN_PARTS": TOKEN_BLOCK // ring.block_t}
+    common = {"NUM_ADAPTERS": ADAPTERS, "NUM_EXPERTS": experts, "BLOCK_M": ring.block_m, "BLOCK_T": ring.block_t}
+    report(model, schedule_kernel, {**common, **parts, "CHUNKS": -(-hidden // ring.chunk_n), "PHASES": 128, "BLOCK": 128})
+    shape = {
+        "TOP_K": top_k,
+        "N": hidden,
+        "ALL_LOCAL": True,
+        "SPLITS": plan.activate.parts,
+        "CHUNK_N": ring.chunk_n,
+        "BLOCK_N": ring.block_n,
+    }
+    report(model, expand_sum_kernel, {**rank, **common, **shape}, num_warps=ring.num_warps)
 
 
 def report(model: str, kernel: JITFunction, constants: dict[str, object], *, num_warps: int = 4) -> None:
@@ -107,7 +111,7 @@ def report(model: str, kernel: JITFunction, constants: dict[str, object], *, num
             signature[name] = "i32"
         else:
             floats = "*fp32" if name in FLOAT_POINTERS else "*bf16"
-            floats = "*i64" if name == "starts" else floats
+            floats = "*i64" if name.endswith("starts") else floats
             signature[name] = "i32" if name.endswith("stride") else "*i32" if name in INT_POINTERS else floats
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)

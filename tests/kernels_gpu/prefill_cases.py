@@ -1,6 +1,7 @@
 """One expert layer at prefill, small enough for the interpreter, with its results in higher precision."""
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from lora_kernels.moe_prefill import (
@@ -14,6 +15,7 @@ from lora_kernels.moe_prefill import (
     reference,
     shrink,
 )
+from lora_kernels.moe_prefill.plan import SumTiles
 from lora_kernels.work_list import WorkList, build_work_list
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,7 +94,18 @@ def make_case(
     )
 
 
-def plan_of(case: Case, *, dense: bool = False) -> PrefillPlan:
+class Form(Enum):
+    """How w2's expand and the sum over choices are launched."""
+
+    ADDED = "added"
+    RING = "ring"
+
+
+SMALL_RING = SumTiles(block_m=16, block_n=16, block_t=16, chunk_n=32, lead=2, ring=3)
+"""Several chunks, places in the ring taken again, in layers small enough for the interpreter."""
+
+
+def plan_of(case: Case, *, form: Form = Form.ADDED) -> PrefillPlan:
     lora = case.lora
     plan = plan_prefill(
         num_tokens=case.topk_ids.shape[0],
@@ -103,7 +116,9 @@ def plan_of(case: Case, *, dense: bool = False) -> PrefillPlan:
         intermediate_size=lora.intermediate_size,
         rank=lora.rank,
     )
-    return replace(plan, dense=dense)
+    wide = SumTiles(block_m=min(64, plan.block_m), lead=2, ring=4)
+    ring = wide if case.lora.hidden_size >= 512 else SMALL_RING
+    return replace(plan, expand_sum=ring if form is Form.RING else None)
 
 
 def list_of(case: Case, plan: PrefillPlan) -> WorkList:
@@ -125,7 +140,7 @@ def run(
     hidden = shrink(case.x, case.lora, work, plan)
     acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan, out_dtype=out_dtype)
     tokens = None
-    if plan.dense:
+    if plan.groups_tokens:
         tokens = group_tokens(case.token_adapters, num_adapters=case.lora.num_adapters, adapter_enabled=case.enabled)
     out = combine(
         case.down.to(out_dtype or case.down.dtype, copy=True),

@@ -78,7 +78,7 @@ def entry(**changes: object) -> dict:
         (json.dumps({"prefill": [entry(ranks=32)]}), r"prefill\[0\].ranks: unknown key"),
         (json.dumps({"prefill": [entry(plan=None)]}), r"prefill\[0\].plan: expected an object"),
         (json.dumps({"prefill": [entry(plan={"block_m": 64})]}), r"prefill\[0\].plan: missing"),
-        (json.dumps({"prefill": [entry(plan={**asdict(TUNED), "dense": 1})]}), r"prefill\[0\].plan.dense: expected true or false, given 1"),
+        (json.dumps({"prefill": [entry(plan={**asdict(TUNED), "expand_sum": 1})]}), r"prefill\[0\].plan.expand_sum: expected an object"),
         (json.dumps({"prefill": [entry(plan={**asdict(TUNED), "shrink": {"rows": 4}})]}), r"prefill\[0\].plan.shrink.rows: unknown key"),
     ],
 )

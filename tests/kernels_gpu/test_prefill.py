@@ -6,10 +6,24 @@ import pytest
 import torch
 from lora_kernels.moe_prefill import Activation, combine, expand_activate, shrink
 from lora_kernels.work_list import WorkList
-from prefill_cases import BOUNDS, DEVICE, DTYPES, FLOAT32_OUTPUT_BOUNDS, Case, error, expected, list_of, make_case, plan_of, run
+from prefill_cases import (
+    BOUNDS,
+    DEVICE,
+    DTYPES,
+    FLOAT32_OUTPUT_BOUNDS,
+    SMALL_RING,
+    Case,
+    Form,
+    error,
+    expected,
+    list_of,
+    make_case,
+    plan_of,
+    run,
+)
 
 BOTH = pytest.mark.parametrize("activation", list(Activation))
-FORMS = pytest.mark.parametrize("dense", [False, True], ids=["added", "dense"])
+FORMS = pytest.mark.parametrize("form", list(Form))
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +45,10 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def assert_close(case: Case, *, dense: bool, out_dtype: torch.dtype | None = None) -> None:
+def assert_close(case: Case, *, form: Form, out_dtype: torch.dtype | None = None) -> None:
     bound = (FLOAT32_OUTPUT_BOUNDS if out_dtype else BOUNDS)[case.x.dtype]
     local = (case.topk_ids.reshape(-1) >= 0)[:, None]
-    acts, out = run(case, plan_of(case, dense=dense), out_dtype=out_dtype)
+    acts, out = run(case, plan_of(case, form=form), out_dtype=out_dtype)
     ref_acts, ref_out = expected(case)
     assert error(torch.where(local, acts, 0.0), ref_acts) < bound
     assert error(out, ref_out) < bound
@@ -43,43 +57,41 @@ def assert_close(case: Case, *, dense: bool, out_dtype: torch.dtype | None = Non
 @BOTH
 @FORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_activation_and_sum_match_the_reference(activation: Activation, dense: bool, dtype: torch.dtype) -> None:
-    assert_close(make_case(activation, dtype), dense=dense)
+def test_activation_and_sum_match_the_reference(activation: Activation, form: Form, dtype: torch.dtype) -> None:
+    assert_close(make_case(activation, dtype), form=form)
 
 
 @BOTH
 @FORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_with_float32_outputs_only_the_inputs_rounding_is_left(activation: Activation, dense: bool, dtype: torch.dtype) -> None:
-    assert_close(make_case(activation, dtype), dense=dense, out_dtype=torch.float32)
+def test_with_float32_outputs_only_the_inputs_rounding_is_left(activation: Activation, form: Form, dtype: torch.dtype) -> None:
+    assert_close(make_case(activation, dtype), form=form, out_dtype=torch.float32)
 
 
 @BOTH
 @FORMS
 @pytest.mark.parametrize("rank", [1, 8, 24, 64, 128])
-def test_every_rank_matches_the_reference(activation: Activation, dense: bool, rank: int) -> None:
-    assert_close(make_case(activation, DTYPES[0], rank=rank), dense=dense)
+def test_every_rank_matches_the_reference(activation: Activation, form: Form, rank: int) -> None:
+    assert_close(make_case(activation, DTYPES[0], rank=rank), form=form)
 
 
 @BOTH
 @FORMS
 @pytest.mark.parametrize(("num_experts", "top_k"), [(12, 1), (12, 12), (40, 8), (60, 4)])
-def test_numbers_of_experts_and_choices_that_are_no_powers_of_two(
-    activation: Activation, dense: bool, num_experts: int, top_k: int
-) -> None:
-    assert_close(make_case(activation, DTYPES[0], num_experts=num_experts, top_k=top_k, num_tokens=17), dense=dense)
+def test_numbers_of_experts_and_choices_that_are_no_powers_of_two(activation: Activation, form: Form, num_experts: int, top_k: int) -> None:
+    assert_close(make_case(activation, DTYPES[0], num_experts=num_experts, top_k=top_k, num_tokens=17), form=form)
 
 
 @BOTH
 @FORMS
 @pytest.mark.parametrize("num_tokens", [1, 7, 17, 131])
-def test_lengths_that_fill_no_tile(activation: Activation, dense: bool, num_tokens: int) -> None:
-    assert_close(make_case(activation, DTYPES[0], num_tokens=num_tokens), dense=dense)
+def test_lengths_that_fill_no_tile(activation: Activation, form: Form, num_tokens: int) -> None:
+    assert_close(make_case(activation, DTYPES[0], num_tokens=num_tokens), form=form)
 
 
 @FORMS
 @pytest.mark.skipif(DEVICE == "cpu", reason="too slow without a GPU")
-def test_widths_of_gpt_oss_and_a_full_batch(dense: bool) -> None:
+def test_widths_of_gpt_oss_and_a_full_batch(form: Form) -> None:
     case = make_case(
         Activation.GPT_OSS,
         DTYPES[0],
@@ -91,7 +103,7 @@ def test_widths_of_gpt_oss_and_a_full_batch(dense: bool) -> None:
         intermediate_size=2880,
         rank=32,
     )
-    assert_close(case, dense=dense)
+    assert_close(case, form=form)
 
 
 @BOTH
@@ -104,7 +116,7 @@ def test_wide_layers_are_split_and_the_parts_summed(activation: Activation) -> N
         activate=replace(whole.activate, parts=4, block_n=32),
         add_down=replace(whole.add_down, parts=2),
     )
-    for plan in (split, replace(split, dense=True)):
+    for plan in (split, replace(split, expand_sum=SMALL_RING)):
         acts, out = run(case, plan)
         ref_acts, ref_out = expected(case)
         assert error(acts, ref_acts) < BOUNDS[case.x.dtype]
@@ -113,29 +125,29 @@ def test_wide_layers_are_split_and_the_parts_summed(activation: Activation) -> N
 
 @BOTH
 @FORMS
-def test_experts_of_other_ranks_are_neither_read_nor_summed(activation: Activation, dense: bool) -> None:
+def test_experts_of_other_ranks_are_neither_read_nor_summed(activation: Activation, form: Form) -> None:
     case = make_case(activation, DTYPES[0], num_experts=6, top_k=3)
     ids = torch.where(case.topk_ids % 2 == 1, -1, case.topk_ids)
     elsewhere = (ids.reshape(-1) < 0)[:, None]
-    assert_close(replace(case, topk_ids=ids), dense=dense)
+    assert_close(replace(case, topk_ids=ids), form=form)
     hidden_rows = replace(
         case, topk_ids=ids, gate_up=torch.where(elsewhere, torch.nan, case.gate_up), down=torch.where(elsewhere, torch.nan, case.down)
     )
-    _, out = run(hidden_rows, plan_of(case, dense=dense))
-    _, kept = run(replace(case, topk_ids=ids), plan_of(case, dense=dense))
+    _, out = run(hidden_rows, plan_of(case, form=form))
+    _, kept = run(replace(case, topk_ids=ids), plan_of(case, form=form))
     assert torch.equal(out, kept)
 
 
 @BOTH
 @FORMS
-def test_a_batch_without_adapters_gets_the_plain_activation_and_sum(activation: Activation, dense: bool) -> None:
+def test_a_batch_without_adapters_gets_the_plain_activation_and_sum(activation: Activation, form: Form) -> None:
     case = make_case(activation, DTYPES[0], base_share=1.0)
-    assert_close(case, dense=dense)
+    assert_close(case, form=form)
 
 
 @BOTH
 @FORMS
-def test_rows_without_adapter_keep_their_bits_beside_adapters_and_nan_in_idle_slots(activation: Activation, dense: bool) -> None:
+def test_rows_without_adapter_keep_their_bits_beside_adapters_and_nan_in_idle_slots(activation: Activation, form: Form) -> None:
     case = make_case(activation, DTYPES[0], num_adapters=3)
     case.gate_up[::5] = -0.0
     adapters = torch.where(case.token_adapters == 1, -1, case.token_adapters)
@@ -143,8 +155,8 @@ def test_rows_without_adapter_keep_their_bits_beside_adapters_and_nan_in_idle_sl
     for stack in (*case.lora.gate_up_a, *case.lora.gate_up_b, case.lora.down_a, case.lora.down_b):
         stack[1] = torch.nan
     plain = replace(case, token_adapters=torch.full_like(adapters, -1))
-    acts, out = run(mixed, plan_of(case, dense=dense))
-    plain_acts, plain_out = run(plain, plan_of(case, dense=dense))
+    acts, out = run(mixed, plan_of(case, form=form))
+    plain_acts, plain_out = run(plain, plan_of(case, form=form))
     base = ~mixed.adapted_pairs
     bits = torch.int16 if acts.element_size() == 2 else torch.int32
     assert torch.equal(acts[base].view(bits), plain_acts[base].view(bits))
@@ -155,20 +167,20 @@ def test_rows_without_adapter_keep_their_bits_beside_adapters_and_nan_in_idle_sl
 
 @BOTH
 @FORMS
-def test_a_disabled_adapter_leaves_its_rows_as_the_base_made_them(activation: Activation, dense: bool) -> None:
+def test_a_disabled_adapter_leaves_its_rows_as_the_base_made_them(activation: Activation, form: Form) -> None:
     case = make_case(activation, DTYPES[0])
     enabled = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
     disabled = replace(case, enabled=enabled)
-    assert_close(disabled, dense=dense)
+    assert_close(disabled, form=form)
     without = replace(case, token_adapters=torch.where(case.token_adapters == 1, -1, case.token_adapters))
-    for off, gone in zip(run(disabled, plan_of(case, dense=dense)), run(without, plan_of(case, dense=dense)), strict=True):
+    for off, gone in zip(run(disabled, plan_of(case, form=form)), run(without, plan_of(case, form=form)), strict=True):
         assert torch.equal(off, gone)
 
 
 @BOTH
 @FORMS
-def test_factors_shared_by_all_experts(activation: Activation, dense: bool) -> None:
-    assert_close(make_case(activation, DTYPES[0], shared_outer=True), dense=dense)
+def test_factors_shared_by_all_experts(activation: Activation, form: Form) -> None:
+    assert_close(make_case(activation, DTYPES[0], shared_outer=True), form=form)
 
 
 @BOTH
@@ -178,18 +190,18 @@ def test_an_adapter_of_one_projection_only(activation: Activation, adapted: str)
     stacks = [case.lora.down_b] if adapted == "gate_up" else case.lora.gate_up_b
     for stack in stacks:
         stack.zero_()
-    assert_close(case, dense=False)
+    assert_close(case, form=Form.ADDED)
 
 
 @BOTH
 @FORMS
-def test_a_lower_rank_padded_with_zeros(activation: Activation, dense: bool) -> None:
+def test_a_lower_rank_padded_with_zeros(activation: Activation, form: Form) -> None:
     case = make_case(activation, DTYPES[0], rank=64)
     for stack in (*case.lora.gate_up_a, case.lora.down_a):
         stack[0, :, 8:] = 0
     for stack in (*case.lora.gate_up_b, case.lora.down_b):
         stack[0, :, :, 8:] = 0
-    assert_close(case, dense=dense)
+    assert_close(case, form=form)
 
 
 @BOTH
@@ -226,9 +238,9 @@ def shuffled_within_cells(work: WorkList) -> WorkList:
 @BOTH
 @FORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_keeps_its_bits_wherever_it_stands_in_its_cell(activation: Activation, dense: bool, dtype: torch.dtype) -> None:
+def test_a_row_keeps_its_bits_wherever_it_stands_in_its_cell(activation: Activation, form: Form, dtype: torch.dtype) -> None:
     case = make_case(activation, dtype, num_tokens=60 if DEVICE == "cpu" else 3000)
-    plan = plan_of(case, dense=dense)
+    plan = plan_of(case, form=form)
     work = list_of(case, plan)
     first = run(case, plan, work=work)
     for _ in range(3):
@@ -289,7 +301,7 @@ def cut_to_ranks(stack: torch.Tensor, ranks: list[int], *, dim: int, beyond: flo
 @BOTH
 @FORMS
 @pytest.mark.parametrize("ranks", [[8, 32, 16], [3, 20, 1]], ids=str)
-def test_nothing_beyond_a_slots_own_rank_counts(activation: Activation, dense: bool, ranks: list[int]) -> None:
+def test_nothing_beyond_a_slots_own_rank_counts(activation: Activation, form: Form, ranks: list[int]) -> None:
     case = make_case(activation, DTYPES[0], rank=32)
 
     def cut(beyond: float, slot_ranks: torch.Tensor | None) -> Case:
@@ -302,8 +314,8 @@ def test_nothing_beyond_a_slots_own_rank_counts(activation: Activation, dense: b
             slot_ranks=slot_ranks,
         ))  # fmt: skip
 
-    own = cut(5.0, torch.tensor(ranks, dtype=torch.int32, device=DEVICE))
-    acts, out = run(own, plan_of(case, dense=dense))
+    own = cut(torch.nan if form is Form.RING else 5.0, torch.tensor(ranks, dtype=torch.int32, device=DEVICE))
+    acts, out = run(own, plan_of(case, form=form))
     ref_acts, ref_out = expected(cut(0.0, None))
     assert error(acts, ref_acts) < BOUNDS[case.x.dtype]
     assert error(out, ref_out) < BOUNDS[case.x.dtype]

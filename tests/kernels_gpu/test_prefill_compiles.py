@@ -23,8 +23,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]
 def test_every_kernel_compiles_for_both_models(compiled: list[dict[str, object]]) -> None:
     kernels = {(line["kernel"], line["model"]) for line in compiled}
     names = {"sort_chunks_kernel", "scan_kernel", "scatter_kernel", "shrink_kernel", "expand_activate_kernel", "add_down_kernel"}
+    names |= {"sum_choices_kernel", "schedule_kernel", "expand_sum_kernel"}
     assert {(name, model) for name in names for model in ("gptoss-20b", "qwen3-30b-a3b")} <= kernels
-    assert ("combine_dense_kernel", "gptoss-20b") in kernels
 
 
 def test_no_kernel_spills_registers(compiled: list[dict[str, object]]) -> None:

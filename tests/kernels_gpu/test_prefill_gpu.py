@@ -7,15 +7,15 @@ import pytest
 import torch
 from lora_kernels.moe_prefill import Activation, combine, expand_activate, group_tokens, shrink
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
-from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
+from lora_kernels.moe_prefill.expand_sum import expand_sum_kernel, schedule_kernel
 from lora_kernels.moe_prefill.shrink import shrink_kernel
 from lora_kernels.moe_prefill.vllm_peer import VllmLayer
-from prefill_cases import Case, error, expected, list_of, make_case, plan_of, run
+from prefill_cases import Case, Form, error, expected, list_of, make_case, plan_of, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BOTH = pytest.mark.parametrize("activation", list(Activation))
-FORMS = pytest.mark.parametrize("dense", [False, True], ids=["added", "dense"])
+FORMS = pytest.mark.parametrize("form", list(Form))
 
 
 def model_case(
@@ -31,9 +31,9 @@ def model_case(
 @BOTH
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_results_have_the_same_bits_from_run_to_run(activation: Activation, dense: bool, dtype: torch.dtype) -> None:
+def test_results_have_the_same_bits_from_run_to_run(activation: Activation, form: Form, dtype: torch.dtype) -> None:
     case = model_case(activation, dtype)
-    plan = plan_of(case, dense=dense)
+    plan = plan_of(case, form=form)
     first = run(case, plan)
     for _ in range(5):
         for again, before in zip(run(case, plan), first, strict=True):
@@ -42,16 +42,28 @@ def test_results_have_the_same_bits_from_run_to_run(activation: Activation, dens
 
 @BOTH
 @FORMS
-def test_a_captured_layer_replays_on_other_batches_base_only_ones_too(activation: Activation, dense: bool) -> None:
+@pytest.mark.parametrize("num_adapters", [1, 8])
+def test_tokens_of_requests_lie_side_by_side(activation: Activation, form: Form, num_adapters: int) -> None:
+    case = model_case(activation, num_tokens=2500, num_adapters=num_adapters)
+    case = replace(case, token_adapters=case.token_adapters.sort(descending=True).values)
+    acts, out = run(case, plan_of(case, form=form))
+    ref_acts, ref_out = expected(case, dtype=torch.float32)
+    assert error(acts, ref_acts) < 1.2e-2
+    assert error(out, ref_out) < 1.2e-2
+
+
+@BOTH
+@FORMS
+def test_a_captured_layer_replays_on_other_batches_base_only_ones_too(activation: Activation, form: Form) -> None:
     case = model_case(activation, num_tokens=300, num_adapters=1)
-    plan = plan_of(case, dense=dense)
+    plan = plan_of(case, form=form)
     run(case, plan, all_local=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work = list_of(case, plan)
         hidden = shrink(case.x, case.lora, work, plan)
         acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan)
-        tokens = group_tokens(case.token_adapters, num_adapters=1) if dense else None
+        tokens = None if form is Form.ADDED else group_tokens(case.token_adapters, num_adapters=1)
         out = combine(
             case.down.clone(),
             down_hidden,
@@ -79,9 +91,10 @@ def test_a_captured_layer_replays_on_other_batches_base_only_ones_too(activation
 
 @BOTH
 @FORMS
-def test_another_length_does_not_mean_another_compilation(activation: Activation, dense: bool) -> None:
-    kernels = [shrink_kernel, expand_activate_kernel, *([combine_dense_kernel] if dense else [add_down_kernel, sum_choices_kernel])]
-    plan = plan_of(model_case(activation, num_tokens=512), dense=dense)
+def test_another_length_does_not_mean_another_compilation(activation: Activation, form: Form) -> None:
+    last = {Form.ADDED: [add_down_kernel, sum_choices_kernel], Form.RING: [schedule_kernel, expand_sum_kernel]}
+    kernels = [shrink_kernel, expand_activate_kernel, *last[form]]
+    plan = plan_of(model_case(activation, num_tokens=512), form=form)
     compiled = []
     for num_tokens in (512, 513, 528, 700):
         run(model_case(activation, num_tokens=num_tokens), plan)
@@ -90,10 +103,10 @@ def test_another_length_does_not_mean_another_compilation(activation: Activation
 
 
 @FORMS
-def test_offsets_past_two_to_the_31_are_right(dense: bool) -> None:
+def test_offsets_past_two_to_the_31_are_right(form: Form) -> None:
     """100,000 tokens of GPT-OSS: 400,000 rows of 5,760. The last tokens' results must be those of a batch of their own."""
     case = model_case(Activation.GPT_OSS, num_tokens=100_000, num_adapters=2)
-    plan = plan_of(case, dense=dense)
+    plan = plan_of(case, form=form)
     acts, out = run(case, plan, all_local=True)
     tail = 64
     last = replace(
@@ -133,10 +146,10 @@ def test_slots_past_two_to_the_31_elements_are_right() -> None:
 @pytest.mark.filterwarnings("default")
 @BOTH
 @FORMS
-def test_errors_are_no_larger_than_vllms(activation: Activation, dense: bool) -> None:
+def test_errors_are_no_larger_than_vllms(activation: Activation, form: Form) -> None:
     case = model_case(activation)
     ref_acts, ref_out = expected(case)
-    acts, out = run(case, plan_of(case, dense=dense), all_local=True)
+    acts, out = run(case, plan_of(case, form=form), all_local=True)
     peer = VllmLayer(case.lora, case.topk_ids, case.token_adapters)
     peer_acts, peer_out = peer.run(case.x, case.gate_up.clone(), case.down.clone(), case.topk_weights)
     assert error(acts, ref_acts) <= 1.02 * error(peer_acts, ref_acts)

@@ -97,7 +97,7 @@ def test_a_layers_search_at_prefill_starts_from_the_rules_plan_and_keeps_to_tile
 
 def test_the_fields_of_a_prefill_plan_that_belong_together_are_not_mixed() -> None:
     def us(plan: Plan) -> float:
-        return plan["shrink"].num_warps + (plan["block_m"] != 64) + plan["dense"]
+        return plan["shrink"].num_warps + (plan["block_m"] != 64) + (plan["expand_sum"] is None)
 
     plan, _ = find(paths_of(PREFILL), us, quiet)
-    assert (plan["block_m"], plan["dense"], plan["shrink"].num_warps) == (64, False, 4)
+    assert (plan["block_m"], plan["expand_sum"].block_m, plan["shrink"].num_warps) == (64, 64, 4)

@@ -2,13 +2,14 @@
 
 from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.layer import combine, expand_activate, group_tokens, shrink
-from lora_kernels.moe_prefill.plan import PrefillPlan, Tiles, plan_prefill
+from lora_kernels.moe_prefill.plan import PrefillPlan, SumTiles, Tiles, plan_prefill
 from lora_kernels.moe_prefill.weights import ExpertLora
 
 __all__ = [
     "Activation",
     "ExpertLora",
     "PrefillPlan",
+    "SumTiles",
     "Tiles",
     "combine",
     "expand_activate",

@@ -32,6 +32,9 @@ def activate(gate, up, GPT_OSS: tl.constexpr, FAST: tl.constexpr):
         scaled = 1.702 * gate
     else:
         scaled = gate
+    if FAST == 2:
+        tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * scaled], dtype=tl.float32, is_pure=True, pack=1)
+        return gate * (0.5 * tanh + 0.5) * up
     if FAST:
         return libdevice.fast_dividef(gate, 1.0 + libdevice.fast_expf(-scaled)) * up
     return gate / (1.0 + tl.exp(-scaled)) * up

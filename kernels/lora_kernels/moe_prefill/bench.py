@@ -113,7 +113,9 @@ def list_of(layer: LayerTensors, plan: PrefillPlan) -> object:
 
 def run_forward(layers: list[LayerTensors], plan: PrefillPlan) -> None:
     """A chain of layers of one batch: tokens are grouped by adapter once, pairs in every layer."""
-    tokens = group_tokens(layers[0].token_adapters, num_adapters=layers[0].lora.num_adapters) if plan.dense else None
+    tokens = None
+    if plan.groups_tokens:
+        tokens = group_tokens(layers[0].token_adapters, num_adapters=layers[0].lora.num_adapters)
     for layer in layers:
         work = list_of(layer, plan)
         hidden = shrink(layer.x, layer.lora, work, plan)

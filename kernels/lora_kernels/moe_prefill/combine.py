@@ -77,8 +77,10 @@ def sum_choices_kernel(
 ):
     """float32 sum in the order of the choices; a choice whose expert lives elsewhere is not read."""
     PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.program_id(0) // PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
+    # Backwards: the rows that the kernel before wrote last are still in the L2 cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    n = program % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = program // PARTS * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = (token < num_tokens)[:, None] & (n < N)[None, :]
     first = token.to(tl.int64)[:, None] * TOP_K
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)

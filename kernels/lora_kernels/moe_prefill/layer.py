@@ -3,25 +3,20 @@
 build_work_list → shrink → (base GEMM 1) → expand_activate → (base GEMM 2) → combine.
 """
 
-import functools
-
 import torch
 import triton
 
 from lora_kernels.arguments import DTYPES, check, check_tensor
 from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
-from lora_kernels.moe_prefill.combine_dense import combine_dense_kernel, pack_hidden_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
-from lora_kernels.moe_prefill.expand_sum import expand_sum_kernel
-from lora_kernels.moe_prefill.plan import DENSE_BLOCK_K, DENSE_TILES, PrefillPlan, SumTiles, Tiles
+from lora_kernels.moe_prefill.expand_sum import ITEM, expand_sum_kernel, schedule_kernel
+from lora_kernels.moe_prefill.plan import TOKEN_BLOCK, PrefillPlan, SumTiles, Tiles
 from lora_kernels.moe_prefill.shrink import shrink_kernel
 from lora_kernels.moe_prefill.weights import ExpertLora, strides
 from lora_kernels.work_list import WorkList, build_work_list
 
-FAST_ACTIVATION = True
-DENSE_SUM_FIRST = True
-DENSE_MAX_REGISTERS = 128
+FAST_ACTIVATION = 2
 
 
 def shrink(x: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan) -> torch.Tensor:
@@ -115,7 +110,7 @@ def expand_activate(
             SPLITS=plan.shrink.parts,
             PARTS=tiles.parts,
             GPT_OSS=lora.activation is Activation.GPT_OSS,
-            FAST=FAST_ACTIVATION and gate_up.is_cuda,
+            FAST=FAST_ACTIVATION if gate_up.is_cuda else 0,
             LIST_BLOCK=work.block_m,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
@@ -139,11 +134,11 @@ def combine(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over choices of down + weight * LoRA: [num_tokens, H]. `down` may be changed (the form that is not dense).
+    """The sum over choices of down + weight * LoRA: [num_tokens, H]. `down` may be changed.
 
     down: [num_pairs, H], the base's rows with bias and routing weight. hidden: what `expand_activate` gave. topk_ids: as
-    given to the list. all_experts_local: no id in it is negative. tokens_by_adapter: `group_tokens` of the batch, needed
-    where plan.dense, the same for all layers.
+    given to the list. all_experts_local: no id in it is negative. tokens_by_adapter: `group_tokens` of the batch, the same for
+    all layers; made here where it is needed (`plan.groups_tokens`) and None. out: as in `expand_activate`.
     """
     _check_work(lora, work, plan)
     check_tensor("down", down, dtypes=DTYPES, device=lora.down_b.device, shape=(work.num_pairs, lora.hidden_size))
@@ -155,9 +150,13 @@ def combine(
     if not work.num_pairs:
         return out
     if plan.expand_sum is not None:
-        _expand_sum(down, hidden, lora, work, plan, topk_weights, tokens_by_adapter, all_experts_local, out)
-    elif plan.dense:
-        _combine_dense(down, hidden, lora, work, topk_weights, topk_ids, tokens_by_adapter, all_experts_local, out)
+        tokens = tokens_by_adapter
+        if tokens is None:
+            tokens = group_tokens(work.token_adapters, num_adapters=work.num_adapters, adapter_enabled=work.adapter_enabled)
+        given = (tokens.num_tokens, tokens.top_k, tokens.num_adapters, tokens.num_experts, tokens.block_m)
+        expected = (work.num_tokens, 1, work.num_adapters, 1, TOKEN_BLOCK)
+        check("tokens_by_adapter", f"(num_tokens, top_k, num_adapters, num_experts, block_m) {expected}", given, holds=given == expected)
+        _expand_sum(down, hidden, lora, work, plan.expand_sum, topk_weights, tokens, all_experts_local, out)
     else:
         _add_down(down, hidden, lora, work, plan, topk_weights)
         _sum_choices(down, topk_ids, work, all_experts_local, out)
@@ -165,73 +164,10 @@ def combine(
 
 
 def group_tokens(token_adapters: torch.Tensor, *, num_adapters: int, adapter_enabled: torch.Tensor | None = None) -> WorkList:
-    """Tokens by adapter, for the dense form: depends on the batch alone, so one serves all layers of a forward pass."""
+    """Tokens by adapter, for plans that group them: depends on the batch alone, so one serves all layers of a forward pass."""
     no_choice = torch.zeros((token_adapters.shape[0], 1), dtype=torch.int32, device=token_adapters.device)
     return build_work_list(
-        no_choice, token_adapters, num_adapters=num_adapters, num_experts=1, block_m=DENSE_TILES.block_m, adapter_enabled=adapter_enabled
-    )
-
-
-def _combine_dense(
-    down: torch.Tensor,
-    hidden: torch.Tensor,
-    lora: ExpertLora,
-    work: WorkList,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    tokens: WorkList | None,
-    all_experts_local: bool,
-    out: torch.Tensor,
-) -> None:
-    given = tokens and (tokens.num_tokens, tokens.top_k, tokens.num_adapters, tokens.num_experts)
-    expected = (work.num_tokens, 1, work.num_adapters, 1)
-    if tokens is None or given != expected:
-        raise ValueError(f"tokens_by_adapter: expected (num_tokens, top_k, num_adapters, num_experts) {expected}, given {given}")
-    packed = torch.empty((work.num_tokens, work.num_experts * lora.block_r), dtype=lora.down_b.dtype, device=down.device)
-    block_t = 8
-    pack_hidden_kernel[(triton.cdiv(work.num_tokens, block_t),)](
-        hidden,
-        topk_weights,
-        topk_ids,
-        work.places,
-        packed,
-        work.num_tokens,
-        work.num_pairs,
-        NUM_EXPERTS=work.num_experts,
-        TOP_K=work.top_k,
-        BLOCK_R=lora.block_r,
-        SPLITS=hidden.shape[0],
-        BLOCK_T=block_t,
-        BLOCK_C=512,
-        num_warps=4,
-    )
-    tiles = DENSE_TILES
-    combine_dense_kernel[(_programs(tokens, tiles.block_m) * triton.cdiv(lora.hidden_size, tiles.block_n),)](
-        down,
-        packed,
-        lora.down_b,
-        topk_ids,
-        out,
-        tokens.order,
-        tokens.tiles,
-        tokens.num_tiles,
-        tokens.max_tiles,
-        *strides(lora.down_b),
-        NUM_EXPERTS=work.num_experts,
-        NO_ADAPTER=work.num_adapters,
-        ALL_LOCAL=all_experts_local,
-        TOP_K=work.top_k,
-        N=lora.hidden_size,
-        R=lora.rank,
-        BLOCK_R=lora.block_r,
-        LIST_BLOCK=tokens.block_m,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=DENSE_BLOCK_K,
-        STAGES=tiles.num_stages,
-        SUM_FIRST=DENSE_SUM_FIRST,
-        maxnreg=DENSE_MAX_REGISTERS,
-        num_warps=tiles.num_warps,
+        no_choice, token_adapters, num_adapters=num_adapters, num_experts=1, block_m=TOKEN_BLOCK, adapter_enabled=adapter_enabled
     )
 
 
@@ -240,18 +176,44 @@ def _expand_sum(
     hidden: torch.Tensor,
     lora: ExpertLora,
     work: WorkList,
-    plan: PrefillPlan,
+    tiles: SumTiles,
     topk_weights: torch.Tensor,
-    tokens: WorkList | None,
+    tokens: WorkList,
     all_experts_local: bool,
     out: torch.Tensor,
 ) -> None:
-    tiles = plan.expand_sum
-    assert tiles is not None
-    assert tokens is not None
     chunks = triton.cdiv(lora.hidden_size, tiles.chunk_n)
+    phases = (work.num_adapters + 1) * chunks + tiles.lead
+    tile_parts, token_parts = work.block_m // tiles.block_m, tokens.block_m // tiles.block_t
+    max_items = chunks * (work.max_tiles * tile_parts + tokens.max_tiles * token_parts)
+    new = {"dtype": torch.int32, "device": down.device}
+    schedule, num_items = torch.empty((max_items, ITEM), **new), torch.empty(1, **new)
+    counts = torch.empty(2 * work.num_adapters * chunks, **new)
     deltas = torch.empty((tiles.ring, work.num_pairs, tiles.chunk_n), dtype=lora.down_b.dtype, device=down.device)
-    expand_sum_kernel[(tiles.programs * _multiprocessors(down.device),)](
+    schedule_kernel[(phases,)](
+        work.tiles,
+        work.starts,
+        work.max_tiles,
+        tokens.tiles,
+        tokens.starts,
+        tokens.max_tiles,
+        schedule,
+        num_items,
+        counts,
+        tiles.lead,
+        tiles.ring,
+        NUM_ADAPTERS=work.num_adapters,
+        NUM_EXPERTS=work.num_experts,
+        CHUNKS=chunks,
+        TILE_PARTS=tile_parts,
+        BLOCK_M=tiles.block_m,
+        TOKEN_PARTS=token_parts,
+        BLOCK_T=tiles.block_t,
+        PHASES=triton.next_power_of_2(phases),
+        BLOCK=128,
+        num_warps=4,
+    )
+    expand_sum_kernel[(max_items,)](
         down,
         hidden,
         lora.down_b,
@@ -259,16 +221,15 @@ def _expand_sum(
         out,
         deltas,
         work.order if lora.slot_ranks is None else lora.slot_ranks,
-        work.progress,
+        work.order,
         work.places,
-        work.tiles,
-        work.starts,
-        work.max_tiles,
-        work.num_pairs,
         tokens.order,
-        tokens.tiles,
-        tokens.starts,
-        tokens.max_tiles,
+        tokens.places,
+        schedule,
+        num_items,
+        counts,
+        work.num_pairs,
+        tiles.ring,
         *strides(lora.down_b),
         NUM_ADAPTERS=work.num_adapters,
         NUM_EXPERTS=work.num_experts,
@@ -279,23 +240,12 @@ def _expand_sum(
         BLOCK_R=lora.block_r,
         HAS_RANKS=lora.slot_ranks is not None,
         SPLITS=hidden.shape[0],
-        LIST_BLOCK=work.block_m,
-        TOKEN_LIST_BLOCK=tokens.block_m,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_T=tiles.block_t,
         CHUNK_N=tiles.chunk_n,
-        LEAD=tiles.lead,
-        RING=tiles.ring,
-        PHASES=triton.next_power_of_2((work.num_adapters + 1) * chunks + tiles.lead),
-        PROGRESS=work.progress.shape[0],
         **_options(tiles),
     )
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _add_down(
@@ -343,13 +293,6 @@ def _sum_choices(down: torch.Tensor, topk_ids: torch.Tensor, work: WorkList, all
         BLOCK_N=block_n,
         num_warps=4,
     )
-
-
-def _output(name: str, out: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    check_tensor(name, out, shape=shape, dtypes=DTYPES, device=device)
-    return out
 
 
 def _options(tiles: Tiles | SumTiles) -> dict[str, int]:

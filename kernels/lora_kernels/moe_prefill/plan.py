@@ -9,8 +9,10 @@ from dataclasses import dataclass
 PROGRAMS_WANTED = 264
 """Two programs for each of an H200's 132 multiprocessors."""
 
-DENSE_FLOPS_PER_S = 450e12
-COPY_BYTES_PER_S = 4.3e12
+PROGRAMS_AT_ONCE = 792
+"""Of the launch that expands w2 and sums."""
+
+L2_BYTES = 50e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,36 +27,39 @@ class Tiles:
     max_registers: int | None = None
 
 
-DENSE_TILES = Tiles(block_m=128, block_n=128, parts=1, num_warps=8, num_stages=3)
-DENSE_BLOCK_K = 64
+TOKEN_BLOCK = 16
+"""Tokens of one adapter in a tile of `group_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumTiles:
-    """The launch that expands w2 and sums: rows, columns a product, tokens a sum, columns of a chunk, chunks between a
-    delta's making and its sum, chunks of the ring, programs a multiprocessor."""
+    """The launch that expands w2 and sums. block_m, block_n: of a product. block_t: tokens of a sum. chunk_n: columns of a chunk,
+    of whose deltas the ring holds `ring`. lead: chunks between making deltas and summing them."""
 
-    block_m: int = 64
-    block_n: int = 128
-    block_t: int = 16
+    block_m: int
+    block_n: int = 64
+    block_t: int = 8
     chunk_n: int = 256
-    lead: int = 4
-    ring: int = 8
-    programs: int = 4
+    lead: int
+    ring: int
     num_warps: int = 4
     max_registers: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """block_m: rows of a work list's tile. dense: w2 expand and sum as one GEMM over all experts of an adapter."""
+    """block_m: rows of a work list's tile. expand_sum: w2 expand and sum in one launch; None: in two, the first by add_down."""
 
     block_m: int
     shrink: Tiles
     activate: Tiles
     add_down: Tiles
-    dense: bool
     expand_sum: SumTiles | None = None
+
+    @property
+    def groups_tokens(self) -> bool:
+        """Whether `combine` reads `group_tokens` of the batch."""
+        return self.expand_sum is not None
 
 
 def plan_prefill(
@@ -94,7 +99,7 @@ def plan_prefill(
             num_warps=8 if wide_down else 4,
             num_stages=3,
         ),
-        dense=num_pairs >= 4096 and _dense_pays(num_tokens, top_k, num_experts, hidden_size, rank),
+        expand_sum=_ring(num_pairs // top_k, top_k, num_adapters, num_experts, narrow_m) if num_pairs * hidden_size > L2_BYTES else None,
     )
 
 
@@ -104,8 +109,10 @@ def _parts(num_tiles: int, size: int, block: int, *, most: int) -> int:
     return next((parts for parts in fitting if parts * num_tiles >= PROGRAMS_WANTED), fitting[-1])
 
 
-def _dense_pays(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, rank: int) -> bool:
-    """Whether the surplus arithmetic costs less than reading and writing the base's rows once more (16-bit)."""
-    arithmetic_s = 2 * num_tokens * num_experts * rank * hidden_size / DENSE_FLOPS_PER_S
-    traffic_s = 2 * num_tokens * top_k * hidden_size * 2 / COPY_BYTES_PER_S
-    return 2 * arithmetic_s < 3 * traffic_s
+def _ring(num_tokens: int, top_k: int, num_adapters: int, num_experts: int, block_m: int) -> SumTiles:
+    """Deltas are summed as soon as the device has started a full set of programs after those that make them."""
+    sum_tokens = 8
+    rows = num_tokens * top_k / (num_adapters * num_experts)
+    programs = num_experts * max(1, round(rows / block_m + 0.5)) + num_tokens / num_adapters / sum_tokens
+    lead = max(1, min(8, round(PROGRAMS_AT_ONCE / programs)))
+    return SumTiles(block_m=block_m, block_t=sum_tokens, lead=lead, ring=2 * lead + 2)

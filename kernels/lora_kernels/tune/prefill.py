@@ -6,7 +6,7 @@ from typing import Any
 from lora_kernels.bench.models import MOE
 from lora_kernels.bench.rows import Key
 from lora_kernels.configs.plans import LayerShape
-from lora_kernels.moe_prefill.plan import PrefillPlan, Tiles, plan_prefill
+from lora_kernels.moe_prefill.plan import PrefillPlan, SumTiles, Tiles, plan_prefill
 
 LIST_BLOCKS = (16, 32, 64, 128)
 MOST_PARTS = 3
@@ -45,13 +45,13 @@ def prefill_candidates(key: Key) -> dict[str, dict[str, list[Any]]]:
     start = rule(shape)
     found = {}
     for block_m in (block for block in LIST_BLOCKS if start.block_m / 2 <= block <= start.block_m * 2):
-        for dense in (start.dense, not start.dense):
-            found[f"tiles of {block_m}, {'one GEMM' if dense else 'added'}"] = {
+        for ring in (True, False):
+            found[f"tiles of {block_m}, {'one launch' if ring else 'added'}"] = {
                 "block_m": [block_m],
-                "dense": [dense],
                 "shrink": _shrinks(start.shrink, block_m, shape),
                 "activate": _activations(start.activate, block_m, shape),
-                "add_down": [start.add_down] if dense else _downs(start.add_down, block_m, shape),
+                "add_down": [start.add_down] if ring else _downs(start.add_down, block_m, shape),
+                "expand_sum": _rings(start.expand_sum, block_m) if ring else [None],
             }
     return found
 
@@ -87,6 +87,14 @@ def _downs(start: Tiles, block_m: int, shape: LayerShape) -> list[Tiles]:
         for parts in _parts(shape.hidden_size, block_n)
     ]
     return _from(replace(start, block_m=min(start.block_m, block_m)), options)
+
+
+def _rings(start: SumTiles | None, block_m: int) -> list[SumTiles]:
+    narrow_m = min(block_m, 64)
+    first = replace(start, block_m=narrow_m) if start else SumTiles(block_m=narrow_m, lead=2, ring=4)
+    options = [replace(first, lead=lead, ring=lead + slack) for lead in (1, 2, 3, 4, 6, 8) for slack in (1, 3, 5)]
+    options += [replace(first, block_t=block_t, chunk_n=chunk_n) for block_t, chunk_n in ((4, 256), (16, 256), (4, 512), (8, 512))]
+    return [first, *(tiles for tiles in options if tiles != first)]
 
 
 def _parts(size: int, block: int) -> list[int]:

@@ -68,7 +68,7 @@ class PrefillStep:
 
     def sum_choices(self, down: torch.Tensor, output: torch.Tensor) -> None:
         tokens = None
-        if self.plan.dense or self.plan.expand_sum is not None:
+        if self.plan.groups_tokens:
             tokens = group_tokens(self.token_slots, num_adapters=self.lora.num_adapters, adapter_enabled=self.slot_enabled)
         combine(
             down.view(-1, down.shape[-1]),

@@ -19,9 +19,6 @@ from lora_kernels.work_list.kernel import (
 MAX_BINS = 1 << 15
 """Most cells, rounded up to a power of two, that one program scans."""
 
-MOST_CHUNKS = 16
-"""Chunks of columns one adapter's rows may be cut into by a kernel that orders its programs."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkList:
@@ -32,8 +29,7 @@ class WorkList:
     A cell is adapter * num_experts + expert; the last one, num_adapters * num_experts, holds the pairs without an
     adapter. A pair whose expert is negative (held by another rank) is in no tile.
     places: [num_pairs] int32, each pair's place in `order`, -1 in none. starts: [> cells] int64, by cell: places before
-    it, and in the upper half tiles before it. progress: [power of two] int32 zeros, for a kernel that orders its programs
-    by it and leaves zeros behind.
+    it, and in the upper half tiles before it. token_adapters, adapter_enabled: what the list was made of.
     """
 
     order: torch.Tensor
@@ -41,7 +37,8 @@ class WorkList:
     num_tiles: torch.Tensor
     places: torch.Tensor
     starts: torch.Tensor
-    progress: torch.Tensor
+    token_adapters: torch.Tensor
+    adapter_enabled: torch.Tensor | None
     num_tokens: int
     top_k: int
     num_adapters: int
@@ -82,11 +79,11 @@ def build_work_list(
     max_tiles = num_pairs // block_m + min(num_pairs, num_cells)
     new = {"dtype": torch.int32, "device": topk_ids.device}
     order, tiles, num_tiles = torch.empty(num_pairs, **new), torch.empty((3, max_tiles), **new), torch.empty(1, **new)
-    places, progress = torch.empty(num_pairs, **new), torch.empty(progress_length(num_adapters), **new)
+    places = torch.empty(num_pairs, **new)
     starts = torch.empty(bins, dtype=torch.int64, device=topk_ids.device)
     if num_pairs == 0:
-        for empty in (num_tiles, starts, progress):
-            empty.zero_()
+        num_tiles.zero_()
+        starts.zero_()
     else:
         (entries, ranks), counts = torch.empty((2, num_chunks, CHUNK), **new), torch.empty((num_chunks, bins), **new)
         totals, finished = torch.empty(bins, **new), torch.empty(1, **new)
@@ -100,7 +97,6 @@ def build_work_list(
             ranks,
             counts,
             finished,
-            progress,
             num_pairs,
             TOP_K=top_k,
             NUM_EXPERTS=num_experts,
@@ -108,7 +104,6 @@ def build_work_list(
             HAS_ENABLED=adapter_enabled is not None,
             BINS=bins,
             CHUNK=CHUNK,
-            PROGRESS=progress.shape[0],
             OVERLAP=int(overlap),
             **launch_options(overlap, num_warps=num_warps),
         )
@@ -151,18 +146,14 @@ def build_work_list(
         num_tiles=num_tiles,
         places=places,
         starts=starts,
-        progress=progress,
+        token_adapters=token_adapters,
+        adapter_enabled=adapter_enabled,
         num_tokens=num_tokens,
         top_k=top_k,
         num_adapters=num_adapters,
         num_experts=num_experts,
         block_m=block_m,
     )
-
-
-def progress_length(num_adapters: int) -> int:
-    """Counters for two stages of MOST_CHUNKS chunks of each adapter, and two more."""
-    return triton.next_power_of_2(2 + 2 * num_adapters * MOST_CHUNKS)
 
 
 def _check(

@@ -38,7 +38,6 @@ def sort_chunks_kernel(
     ranks,  # [num_chunks, CHUNK] int32: of an entry among those of its cell in the chunk
     counts,  # [num_chunks, BINS] int32
     finished,  # [1] int32, zeroed here for the scan
-    progress,  # [PROGRESS] int32, zeroed here for a kernel that orders its programs by it
     num_pairs,
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -46,7 +45,6 @@ def sort_chunks_kernel(
     HAS_ENABLED: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
-    PROGRESS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Sorts a chunk's pairs by cell, ranks them, and counts each cell's."""
@@ -66,7 +64,6 @@ def sort_chunks_kernel(
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
     if chunk == 0:
         tl.store(finished, 0)
-        tl.store(progress + tl.arange(0, PROGRESS), tl.zeros((PROGRESS,), tl.int32))
     entry = tl.sort(cell * CHUNK + lane)
     tl.store(entries + pair, entry)
     tl.debug_barrier()
