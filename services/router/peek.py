@@ -8,7 +8,7 @@ from shared.errors import InvalidRequest
 
 _BYTES_PER_TOKEN = 4
 _ASSUMED_OUTPUT_TOKENS = 256  # where neither the request nor its tenant says; what it takes in the end is settled
-_HIGHEST = 2**31
+_BOUNDS = {"max_tokens": (0, 2**31), "max_completion_tokens": (0, 2**31), "max_output_tokens": (0, 2**31), "n": (1, 16_384)}
 _WITHOUT_OUTPUT = frozenset({"/v1/embeddings", "/v1/tokenize"})
 
 Number = int | float | None
@@ -44,10 +44,10 @@ def peek(body: bytes) -> Peek:
 
 
 def _check(found: Peek) -> None:
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n"):
+    for name, (lowest, highest) in _BOUNDS.items():
         value: Number = getattr(found, name)
-        if value is not None and not 0 <= value <= _HIGHEST:
-            raise InvalidRequest(f"{name} is {value:g}: expected 0 to {_HIGHEST}", param=name)
+        if value is not None and not lowest <= value <= highest:
+            raise InvalidRequest(f"{name} is {value:g}: expected {lowest} to {highest}", param=name)
 
 
 def tokens_asked(found: Peek, path: str, body_bytes: int, limits: TenantLimits, route: Route) -> int:

@@ -59,6 +59,8 @@ def test_the_estimate_is_the_bodys_bytes_by_four_and_as_much_output_as_is_asked_
         (b'{"max_tokens": "1"}', "max_tokens"),
         (b'{"n": 1e400}', "n"),
         (b'{"n": {}}', "n"),
+        (b'{"n": 0}', "n"),
+        (b'{"n": 1000000000}', "n"),
         (b'{"model": []}', "model"),
         (b'{"max_completion_tokens": 9999999999999999999999}', "max_completion_tokens"),
     ],
