@@ -14,7 +14,8 @@ GROUP_FROM_ROWS = 256
 """Fewer pairs seldom share a cell, or do not pay for the list."""
 PAIRS_TO_TOKENS = 64
 SLOTS_FROM_TOKENS = 4
-SLOTS_TO_TOKENS = 512
+SLOTS_TO_TOKENS = 64
+FEW_TOKENS = 256
 Plan = dict[str, Any]
 """Tiles by launch; of a layer at prefill the fields of `PrefillPlan`."""
 
@@ -31,17 +32,25 @@ class Path:
         return {launch: options[0] for launch, options in self.candidates.items()}
 
 
-def list_tiles(launch: str, width: int, rank: int) -> list[Tiles]:
-    """Of dense layers at prefill."""
-    if launch == "expand":
+def list_tiles(launch: str, width: int, rank: int, tokens: int) -> list[Tiles]:
+    """Of dense layers. Up to 256 tokens a program reads all it needs at once, or little; beyond, it walks K or N ahead of its products."""
+    scale = max(1, padded_rank(rank) // 64)
+    if tokens <= FEW_TOKENS:
+        scale = 1  # such programs take R in blocks of 64
+        if launch == "expand":
+            shapes = [(256, 1, 8, 1, 16), (256, 1, 4, 1, 16), (128, 1, 8, 1, 16), (128, 1, 4, 1, 16), (128, 1, 4, 1, 32), (64, 4, 4, 3, 32),
+                      (128, 4, 8, 3, 32)]  # fmt: skip
+        else:
+            shapes = [(256, 1, 4, 1, 16), (512, 1, 8, 1, 16), (128, 1, 4, 1, 16), (256, 1, 8, 1, 16), (256, 1, 4, 1, 32),
+                      (128, 4, 4, 4, 16), (128, 4, 4, 4, 32), (128, 8, 4, 4, 32), (128, 6, 4, 4, 64)]  # fmt: skip
+    elif launch == "expand":
         shapes = [(64, 4, 4, 3, 64), (64, 4, 4, 4, 64), (64, 8, 4, 3, 64), (64, 5, 4, 3, 64), (64, 4, 4, 3, 128), (128, 1, 4, 1, 64),
-                  (128, 4, 4, 3, 64), (128, 4, 8, 3, 128), (64, 2, 4, 2, 32), (64, 4, 8, 2, 64)]  # fmt: skip
+                  (128, 4, 4, 3, 64), (128, 4, 8, 3, 64), (128, 8, 8, 3, 64), (64, 2, 4, 2, 32), (64, 4, 8, 2, 64)]  # fmt: skip
     else:
         whole = -(-width // 64)
         splits = sorted({-(-whole // parts) for parts in (1, 2, 3, 4, 6, 8, 12)})
-        shapes = [(64, steps, 4, 4, 64) for steps in splits] + [(64, steps, 8, 4, 128) for steps in splits[-3:]]
-        shapes += [(64, splits[0], 4, 3, 32), (128, max(1, splits[1] // 2), 4, 3, 64)]
-    scale = max(1, padded_rank(rank) // 64)
+        shapes = [(64, steps, 4, 4, 64) for steps in splits] + [(64, splits[-1], 4, 6, 64), (128, -(-splits[-1] // 2), 4, 3, 64)]
+        shapes += [(64, steps, 8, 4, 128) for steps in splits[-2:]] + [(64, splits[0], 4, 3, 32)]
     return [
         Tiles(path="list", block=max(16, block // scale), steps=steps * scale, num_warps=warps, stages=stages, rows=rows)
         for block, steps, warps, stages, rows in shapes
@@ -88,7 +97,7 @@ def paths_of(key: Key) -> list[Path]:
 def _tiles(path: str, launch: str, key: Key) -> list[Tiles]:
     if path == "list":
         layer = layer_of(key)
-        return list_tiles(launch, layer.k if launch == "shrink" else sum(layer.widths), key.rank)
+        return list_tiles(launch, layer.k if launch == "shrink" else sum(layer.widths), key.rank, key.tokens)
     return (shrink_tiles if "shrink" in launch else expand_tiles)(path, key.rank)
 
 
