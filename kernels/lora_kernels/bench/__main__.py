@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-from lora_kernels.bench import results, warm
+from lora_kernels.bench import results
 from lora_kernels.bench.cases import Step, build
 from lora_kernels.bench.measure import copy_bandwidth, graph_us
 from lora_kernels.bench.options import add_options, wanted_of
@@ -20,6 +21,7 @@ from lora_kernels.bench.revision import ROOT, revision
 from lora_kernels.bench.rows import Key, Row, row_of
 from lora_kernels.bench.selection import select
 from lora_kernels.bench.vllm_peer import vllm_version
+from lora_kernels.bench.warm import Compiling
 
 TESTS = ROOT / "tests" / "kernels_gpu"
 SAVED_AT_ONCE = 10
@@ -78,6 +80,7 @@ def about(bandwidth: float) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="lora_kernels.bench", description=__doc__)
     add_options(parser)
+    parser.add_argument("--compile-s", type=float, default=900, help="seconds for compiling ahead; the rest when it is timed")
     parser.add_argument("--to", type=Path, default=ROOT / "kernels" / "benchmarks" / "h200.json")
     chosen = parser.parse_args()
     wanted = wanted_of(chosen)
@@ -88,11 +91,12 @@ def main() -> int:
         parser.error("nothing to measure under these options")
     tests = start_tests(wanted.ops)
     with_vllm = vllm_version() is not None
-    compiling = warm.start(keys, with_vllm=with_vllm)
+    compiling, began = Compiling(keys, with_vllm=with_vllm), time.monotonic()
     green = passed(tests)
-    compiling.shutdown(wait=green, cancel_futures=not green)
+    left = compiling.finish(chosen.compile_s - (time.monotonic() - began) if green else 0)
     if not green:
         return 1
+    sys.stderr.write(f"compiled in {time.monotonic() - began:.0f} s, {left} of {len(keys)} rows left for later\n")
     bandwidth, rows, failed = copy_bandwidth(), [], []
     head = about(bandwidth)
     gc.freeze()  # vLLM's modules are a million objects: each row's collection would walk them all

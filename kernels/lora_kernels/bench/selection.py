@@ -17,7 +17,7 @@ PREFILL_SHAPES = ((1600, 1), (6400, 8), (12800, 8))
 RANK, ADAPTERS = 32, 8
 OTHER_RANKS = (8, 16, 64, 128)
 OTHER_ADAPTERS = (16, 32)
-FEW_TOKENS = (8, 32, 256)
+FEW_TOKENS = (8, 256)
 """Where ranks, adapters and routings other than the usual are measured."""
 PREFILL_FROM = 1024
 
@@ -38,10 +38,13 @@ class Wanted:
 
 
 def select(wanted: Wanted) -> list[Key]:
-    """In the order of the tables; the usual rank, adapters and routing before the others, for a run that may be cut."""
+    """The usual rank, adapters and routing before the others, for a run that may be cut; ops in the order they are named."""
     makers = {"moe": _moe, "dense": _dense, "prefill": _prefill, "work_list": _work_list}
-    keys = [key for op in OPS if op in wanted.ops for key in makers[op](wanted)]
-    return sorted(keys, key=lambda key: key.rank != RANK or key.adapters > ADAPTERS or key.routing != "uniform")
+    return sorted((key for op in wanted.ops for key in makers[op](wanted)), key=is_unusual)
+
+
+def is_unusual(key: Key) -> bool:
+    return key.rank != RANK or key.adapters > ADAPTERS or key.routing != "uniform"
 
 
 def _shapes(wanted: Wanted, tokens: Sequence[int], few: Sequence[int]) -> Iterator[dict]:
