@@ -80,8 +80,8 @@ class AdmissionQueue:
             return Short(Limit.QUEUE, 1, line.waiting_requests, line.terms.queue_limit)
         self._numbers += 1
         ask.arrival = self._numbers
-        self.order.arrive(line.account)
         if at_once:
+            self.order.lift(line.account, None)
             self._enter(line, ask)
         else:
             self._wait(line, ask)
@@ -94,9 +94,10 @@ class AdmissionQueue:
         aside: list[TenantLine] = []
         seats_may, room_may = True, True  # nobody earlier in the order waits for them
         while self.room.free_seats > 0:
-            line = self._first(busy_may=seats_may)
-            if line is None:
+            account = self._first(busy_may=seats_may)
+            if account is None:
                 break
+            line = self.lines[account.tenant_id]
             ask = line.head()
             if ask is None:
                 self._park(line)
@@ -122,7 +123,7 @@ class AdmissionQueue:
                 if limit is Limit.ROOM:
                     self._claim(line, ask)
         for line in aside:
-            self._ready(line)
+            (self._busy if line.seats else self._quiet).add(line.account)
         return entered
 
     def waits_for(self, ask: Ask) -> Short:
@@ -146,7 +147,6 @@ class AdmissionQueue:
             ask.state = AskState.LEFT
             if ask.leads:
                 line.waiting_requests -= 1
-                self.order.leave(line.account)
             self._claims -= line.claim
             line.claim = 0
         elif ask.state in (AskState.PREFILLING, AskState.DECODING):
@@ -170,7 +170,6 @@ class AdmissionQueue:
             first.counted = False
             line = self.lines[first.tenant_id]
             line.running -= 1
-            self.order.leave(line.account)
             self._ready(line)
 
     def _fit(self, line: TenantLine, ask: Ask) -> Fit:
@@ -247,13 +246,13 @@ class AdmissionQueue:
             line.claim = ask.all_blocks
             self._claims += line.claim
 
-    def _first(self, *, busy_may: bool) -> TenantLine | None:
+    def _first(self, *, busy_may: bool = True) -> Account | None:
         best = self._quiet.first()
         if busy_may:
             busy = self._busy.first()
-            if best is None or (busy is not None and busy.counter < best.counter):
+            if best is None or (busy is not None and (busy.counter, busy.place) < (best.counter, best.place)):
                 best = busy
-        return self.lines[best.tenant_id] if best is not None else None
+        return best
 
     def _ready(self, line: TenantLine) -> None:
         """Its head is looked at by the next `take`."""
@@ -262,10 +261,15 @@ class AdmissionQueue:
         if line.head() is None:
             self._park(line)
             return
+        account = line.account
         here, there = (self._busy, self._quiet) if line.seats else (self._quiet, self._busy)
-        there.discard(line.account)
-        here.add(line.account)
-        here.lowered(line.account)
+        if account.tenant_id in there.keys:
+            there.discard(account)
+        elif account.tenant_id not in here.keys:
+            first = self._first()
+            self.order.lift(account, first.counter if first is not None else None)
+        here.add(account)
+        here.lowered(account)
 
     def _park(self, line: TenantLine) -> None:
         """Until something of its own changes."""

@@ -27,13 +27,13 @@ PRICE = Price()
 class Account:
     """One tenant's counter. Mutable; the hot path adds to `counter` itself through `Account.serve`."""
 
-    __slots__ = ("counter", "mean_output", "tenant_id", "weight", "work")
+    __slots__ = ("counter", "mean_output", "place", "tenant_id", "weight")
 
-    def __init__(self, tenant_id: str) -> None:
+    def __init__(self, tenant_id: str, place: int = 0) -> None:
         self.tenant_id = tenant_id
+        self.place = place  # between equals
         self.weight = 1.0
         self.counter = 0.0
-        self.work = 0  # requests that wait or run
         self.mean_output = _FIRST_GUESS  # tokens per prompt lately: what an admission is charged ahead
 
     def serve(self, service: float) -> None:
@@ -47,7 +47,7 @@ class Least:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Account]] = []
+        self._heap: list[tuple[float, int, int, Account]] = []
         self.keys: dict[str, tuple[float, int]] = {}  # tenants that are in it, each with its valid entry
         self._count = 0
 
@@ -68,7 +68,7 @@ class Least:
     def first(self) -> Account | None:
         heap = self._heap
         while heap:
-            counter, number, account = heap[0]
+            counter, _, number, account = heap[0]
             if self.keys.get(account.tenant_id) != (counter, number):
                 heapq.heappop(heap)
             elif account.counter > counter:
@@ -80,51 +80,41 @@ class Least:
 
     def _push(self, account: Account) -> None:
         if len(self._heap) > 2 * len(self.keys) + _STALE_LIMIT:
-            self._heap = [entry for entry in self._heap if self.keys.get(entry[2].tenant_id) == entry[:2]]
+            self._heap = [entry for entry in self._heap if self.keys.get(entry[3].tenant_id) == (entry[0], entry[2])]
             heapq.heapify(self._heap)
         self._count += 1
         self.keys[account.tenant_id] = (account.counter, self._count)
-        heapq.heappush(self._heap, (account.counter, self._count, account))
+        heapq.heappush(self._heap, (account.counter, account.place, self._count, account))
 
 
 class FairOrder:
-    """Counters of all tenants ever seen. A tenant that had no work and gets some is lifted to the least counter of those that have:
-    idle time earns nothing.
+    """Counters of all tenants ever seen.
+
+    A tenant is active while a request of it waits for the shared engine. One that becomes active is lifted to the least counter of those
+    that are, or to where the last one entered: idle time, and time in which only its own limits kept it waiting, earn nothing.
     """
 
     def __init__(self, price: Price = PRICE) -> None:
         self.price = price
+        self.level = 0.0  # the highest counter with which anybody has entered
         self._accounts: dict[str, Account] = {}
-        self._active = Least()
-        self._last = 0.0  # where the last tenant stood when nobody had work any more
 
     def account(self, tenant_id: str) -> Account:
         found = self._accounts.get(tenant_id)
         if found is None:
-            found = self._accounts[tenant_id] = Account(tenant_id)
+            found = self._accounts[tenant_id] = Account(tenant_id, len(self._accounts))
         return found
 
-    def arrive(self, account: Account) -> None:
-        """One more request of the tenant waits or runs."""
-        if account.work == 0:
-            first = self._active.first()
-            account.counter = max(account.counter, first.counter if first is not None else self._last)
-            self._active.add(account)
-        account.work += 1
-
-    def leave(self, account: Account) -> None:
-        assert account.work > 0, "more requests have left than arrived"
-        account.work -= 1
-        if account.work == 0:
-            self._active.discard(account)
-            if not self._active.keys:
-                self._last = max(self._last, account.counter)
+    def lift(self, account: Account, active: float | None) -> None:
+        """It becomes active. `active`: the least counter of those that are; None: nobody is."""
+        account.counter = max(account.counter, self.level if active is None else active)
 
     def charge(self, account: Account, prompt_tokens: int, max_new_tokens: int) -> float:
-        """Charges an admission ahead, for its prompt and for as much output as the tenant's requests have had lately; what was charged.
+        """It enters. Charges it ahead, for its prompt and for as much output as the tenant's requests have had lately; what was charged.
 
         Without it a tenant whose requests are still running would look unserved, and the order would swing by whole batches.
         """
+        self.level = max(self.level, account.counter)
         output = min(float(max_new_tokens), account.mean_output)
         service = prompt_tokens * self.price.prompt + output * self.price.output
         account.serve(service)
@@ -136,4 +126,3 @@ class FairOrder:
         service = (prompt_tokens - cached_tokens) * price.prompt + cached_tokens * price.cached + output_tokens * price.output
         account.serve(service - charged)
         account.mean_output += (output_tokens - account.mean_output) * _LATELY
-        self._active.lowered(account)

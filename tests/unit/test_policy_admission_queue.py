@@ -76,6 +76,24 @@ def test_a_seat_that_comes_free_goes_to_the_least_served_tenant() -> None:
     assert [one.key for one in order] == ["c1", "b1", "a9"]
 
 
+def test_neither_idle_time_nor_time_at_its_own_limit_earns_a_tenant_anything() -> None:
+    queue = made(EngineShape(seats=4), limited=TenantTerms(concurrent=1))
+    own = fill(queue, "limited", 5)
+    flood = fill(queue, "a", 5)
+    for number in range(200):  # "a" is served again and again, "limited" waits for itself alone
+        queue.finish(flood[number])
+        queue.take()
+        flood += fill(queue, "a", 1)
+        queue.take()
+    a, limited = queue.line("a").account, queue.line("limited").account
+    assert a.counter > 10_000
+    queue.set_terms("limited", TenantTerms())
+    newcomer = ask("n", "newcomer")
+    queue.offer(newcomer)
+    assert min(limited.counter, queue.line("newcomer").account.counter) > a.counter - 1000
+    assert own[0].state is AskState.DECODING
+
+
 def test_within_a_tenant_the_class_decides_and_then_the_arrival() -> None:
     queue = made(EngineShape(seats=1))
     running = fill(queue, "a", 1)[0]
@@ -319,7 +337,6 @@ class Queue(RuleBasedStateMachine):
         room, ledger = self.queue.room, self.queue.ledger
         assert (room.seats, room.prefill, room.bypass, ledger.held) == (0, 0, 0, 0)
         assert all(line.running == line.waiting_requests == line.seats == line.claim == 0 for line in self.queue.lines.values())
-        assert all(line.account.work == 0 for line in self.queue.lines.values())
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -334,7 +351,6 @@ class Queue(RuleBasedStateMachine):
             mine = [one for one in self.alive if one.tenant_id == tenant]
             assert line.running == sum(one.counted for one in mine) >= 0
             assert line.waiting_requests == sum(one.state is AskState.WAITING for one in mine)
-            assert line.account.work == len(mine)
             assert ledger.held_by(tenant) >= 0
         assert 0 <= ledger.held <= ledger.blocks
 

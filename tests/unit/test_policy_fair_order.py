@@ -14,41 +14,34 @@ def test_service_counts_against_a_tenant_by_its_weight() -> None:
     light, heavy = order.account("light"), order.account("heavy")
     heavy.weight = 4.0
     for account in (light, heavy):
-        order.arrive(account)
-    for account in (light, heavy):
         order.charge(account, 100, 50)
     assert light.counter == 4 * heavy.counter == 200.0
 
 
-def test_a_tenant_that_comes_back_is_lifted_to_the_least_of_those_with_work_and_never_lowered() -> None:
+def test_a_tenant_that_becomes_active_is_lifted_to_the_least_of_the_active_and_never_lowered() -> None:
     order = FairOrder()
-    a, b, c = (order.account(tenant) for tenant in "abc")
-    order.arrive(a)
-    a.serve(1000)
-    order.arrive(b)
+    b, c = order.account("b"), order.account("c")
+    order.lift(b, 1000.0)
     assert b.counter == 1000
     b.serve(50)
-    order.arrive(c)
-    assert c.counter == 1000
-    order.leave(b)
-    order.arrive(b)
+    order.lift(b, 1000.0)
     assert b.counter == 1050
+    order.lift(c, 1050.0)
+    assert c.counter == 1050
 
 
-def test_a_newcomer_to_an_idle_engine_stands_where_the_last_one_left() -> None:
+def test_where_nobody_waits_a_tenant_stands_where_the_last_one_entered() -> None:
     order = FairOrder()
     a, b = order.account("a"), order.account("b")
-    order.arrive(a)
     a.serve(700)
-    order.leave(a)
-    order.arrive(b)
+    order.charge(a, 100, 0)
+    order.lift(b, None)
     assert b.counter == 700
 
 
 def test_what_was_charged_ahead_is_settled_to_what_was_served() -> None:
     order = FairOrder()
     account = order.account("a")
-    order.arrive(account)
     charged = order.charge(account, 100, 1000)
     order.settle(account, charged, prompt_tokens=100, cached_tokens=60, output_tokens=10)
     assert abs(account.counter - (40 * 1.0 + 60 * 0.1 + 10 * 2.0)) < 1e-9
@@ -61,7 +54,6 @@ def test_backlogged_tenants_get_service_by_their_weights_whatever_their_requests
     for number, (weight, _) in enumerate(tenants):
         account = order.account(str(number))
         account.weight = float(weight)
-        order.arrive(account)
         waiting.add(account)
         served[account.tenant_id] = 0
     for _ in range(turns):
