@@ -334,3 +334,11 @@ def test_outputs_are_written_where_the_caller_wants_them(activation: Activation)
     assert given_out is own_out
     assert torch.equal(own_acts, acts)
     assert torch.equal(own_out, out)
+
+
+@pytest.mark.parametrize("change", [{"ring": 2}, {"lead": 0}, {"block_m": 128}, {"block_t": 32}], ids=str)
+def test_a_ring_in_which_somebody_would_wait_forever_is_refused(change: dict[str, int]) -> None:
+    case = make_case(Activation.SWIGLU, DTYPES[0])
+    plan = replace(plan_of(case), expand_sum=replace(SMALL_RING, **change))
+    with pytest.raises(ValueError, match=r"^plan.expand_sum: expected .*, given "):
+        run(case, plan)

@@ -182,6 +182,8 @@ def _expand_sum(
     all_experts_local: bool,
     out: torch.Tensor,
 ) -> None:
+    fits = tiles.ring > tiles.lead >= 1 and work.block_m % tiles.block_m == 0 and TOKEN_BLOCK % tiles.block_t == 0
+    check("plan.expand_sum", f"ring > lead, block_m in {work.block_m}, block_t in {TOKEN_BLOCK}", tiles, holds=fits)
     chunks = triton.cdiv(lora.hidden_size, tiles.chunk_n)
     phases = (work.num_adapters + 1) * chunks + tiles.lead
     tile_parts, token_parts = work.block_m // tiles.block_m, tokens.block_m // tiles.block_t

@@ -4,15 +4,16 @@ Everything here becomes part of a compiled kernel's key, so values come from sma
 not mean another compilation.
 """
 
+import math
 from dataclasses import dataclass
 
 PROGRAMS_WANTED = 264
 """Two programs for each of an H200's 132 multiprocessors."""
 
-PROGRAMS_AT_ONCE = 792
-"""Of the launch that expands w2 and sums."""
+PROGRAMS_AHEAD = 1200
+"""Of the launch that expands w2 and sums; 792 run at a time."""
 
-L2_BYTES = 50e6
+L2_BYTES, RING_BYTES = 50e6, 30e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def plan_prefill(
             block_n=64,
             parts=_parts(num_tiles, hidden_size, 64, most=3),
             num_warps=4,
-            num_stages=4 if rank <= 64 else 3,
+            num_stages=4 if rank <= 64 and block_m != 64 else 3,
         ),
         activate=Tiles(
             block_m=narrow_m,
@@ -99,7 +100,7 @@ def plan_prefill(
             num_warps=8 if wide_down else 4,
             num_stages=3,
         ),
-        expand_sum=_ring(num_pairs // top_k, top_k, num_adapters, num_experts, narrow_m) if num_pairs * hidden_size > L2_BYTES else None,
+        expand_sum=_ring(num_tokens, top_k, num_adapters, num_experts, narrow_m, rank) if num_pairs * hidden_size > L2_BYTES else None,
     )
 
 
@@ -109,10 +110,22 @@ def _parts(num_tiles: int, size: int, block: int, *, most: int) -> int:
     return next((parts for parts in fitting if parts * num_tiles >= PROGRAMS_WANTED), fitting[-1])
 
 
-def _ring(num_tokens: int, top_k: int, num_adapters: int, num_experts: int, block_m: int) -> SumTiles:
-    """Deltas are summed as soon as the device has started a full set of programs after those that make them."""
-    sum_tokens = 8
+def _ring(num_tokens: int, top_k: int, num_adapters: int, num_experts: int, block_m: int, rank: int) -> SumTiles | None:
+    """Sums follow when the device has had time to start a set and a half of programs after those that make their deltas; the ring
+    keeps well within the L2 cache. None where it cannot."""
+    sum_tokens, chunk_n = 8, 256
     rows = num_tokens * top_k / (num_adapters * num_experts)
-    programs = num_experts * max(1, round(rows / block_m + 0.5)) + num_tokens / num_adapters / sum_tokens
-    lead = max(1, min(8, round(PROGRAMS_AT_ONCE / programs)))
-    return SumTiles(block_m=block_m, block_t=sum_tokens, lead=lead, ring=2 * lead + 2)
+    programs = num_experts * math.ceil(rows / block_m) + num_tokens / num_adapters / sum_tokens
+    most = int(RING_BYTES // (num_tokens * top_k / num_adapters * chunk_n * 2))
+    if most < 3:
+        return None
+    lead = max(1, min(12, round(PROGRAMS_AHEAD / programs), most - 2))
+    return SumTiles(
+        block_m=block_m,
+        block_n=64 if rank <= 64 else 32,
+        block_t=sum_tokens,
+        chunk_n=chunk_n,
+        lead=lead,
+        ring=min(lead + 3, most),
+        max_registers=80 if rank <= 32 else None,
+    )
