@@ -27,7 +27,8 @@ def dense_lora_(
 ) -> None:
     """Adds B A x to the base output, in place; rows without an adapter keep their bits. Arguments as in dense_shrink, dense_expand_.
 
-    overlap: what the kernel before in the stream leaves settled. IDS_SETTLED may be said when it writes neither ids nor adapter weights.
+    overlap: what the kernel before in the stream leaves settled. IDS_SETTLED may be said when it writes neither token_slots, the
+    list nor adapter weights.
 
     :raises ValueError: an argument does not fit.
     """
