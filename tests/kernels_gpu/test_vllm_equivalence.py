@@ -1,7 +1,8 @@
 """Our LoRA path in a real vLLM 0.26 against its own path and against merged weights, with CUDA graphs on, on one GPU.
 
-bfloat16 roundings differ between kernels, so equal means: log-probabilities within a bound, and the same greedy tokens up to the
-first position at which the two are nearly as likely.
+bfloat16 roundings differ between kernels, and now and then a router's near tie flips an expert; so equal means: log-probabilities of
+the same tokens close on the average, few far apart, and the same greedy tokens up to a first position at which the two were likely
+alike. Another adapter's answer, or the base's, differs by more than a nat on the average.
 """
 
 import importlib.util
@@ -18,8 +19,9 @@ from vllm_compare import Answer, compare, from_json
 
 HERE = Path(__file__).parent
 MODELS = ("qwen3-moe", "gptoss", "qwen3")
-MEAN_LOGPROB, MOST_LOGPROB, NEAR_TIE = 0.03, 0.3, 0.15
-"""Bounds on |difference|: of the mean and the largest log-probability, and of the margin of a token that was not the same."""
+MEAN, FAR, SHARE_FAR, NEAR_TIE = 0.06, 0.3, 0.05, 0.75
+"""In nats: the most that log-probabilities may differ on the average; what counts as far, for how large a share; and the most by which a
+token may have been preferred to the one that the other path took."""
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -56,10 +58,10 @@ def answers(documents: dict[str, Any], path: str, model: str, kind: str = "answe
 
 def assert_equal(one: list[Answer], other: list[Answer], what: str) -> None:
     differences = [compare(a, b) for a, b in zip(one, other, strict=True)]
-    mean = sum(difference.mean_logprob for difference in differences) / len(differences)
-    assert mean <= MEAN_LOGPROB, f"{what}: mean {mean}"
-    assert max(difference.logprob for difference in differences) <= MOST_LOGPROB, f"{what}: {differences}"
-    assert max(difference.margin for difference in differences) <= NEAR_TIE, f"{what}: {differences}"
+    apart = [value for difference in differences for value in difference.logprobs]
+    assert sum(apart) / len(apart) <= MEAN, f"{what}: mean {sum(apart) / len(apart)}"
+    assert sum(value > FAR for value in apart) / len(apart) <= SHARE_FAR, f"{what}: {sorted(apart)[-20:]}"
+    assert max(difference.margin for difference in differences) <= NEAR_TIE, f"{what}: {[d.margin for d in differences]}"
 
 
 def test_each_path_is_the_one_that_was_asked_for(documents: dict[str, Any], model: str) -> None:
@@ -91,6 +93,8 @@ def test_base_answers_have_the_same_bits_with_and_without_adapters_beside_them(d
 
 def test_the_adapters_change_the_answers_and_each_in_its_own_way(documents: dict[str, Any], model: str) -> None:
     ours = answers(documents, "on", model)
+    with pytest.raises(AssertionError, match="mean"):
+        assert_equal(ours["a0"], ours["a1"], "two adapters")
     of_last_prompt = [rows[3].tokens for rows in (ours["base beside base"], ours["a0"], ours["a1"], ours["a2"])]
     assert len(set(of_last_prompt)) == 4
 

@@ -25,13 +25,12 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """logprob: the largest of the tokens' and prompts' log-probabilities. same_tokens: positions before the first other token.
+    """logprobs: absolute differences, of the prompt's tokens and of the greedy ones up to the first that is another.
 
     margin: by how much the one path preferred its own token where the other took another; 0 where all are the same.
     """
 
-    logprob: float
-    mean_logprob: float
+    logprobs: tuple[float, ...]
     same_tokens: int
     margin: float
 
@@ -76,4 +75,4 @@ def compare(one: Answer, other: Answer) -> Difference:
             break
         apart.append(abs(at[token] - other_at[token]))
         same += 1
-    return Difference(logprob=max(apart), mean_logprob=sum(apart) / len(apart), same_tokens=same, margin=margin)
+    return Difference(logprobs=tuple(apart), same_tokens=same, margin=margin)
