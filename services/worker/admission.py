@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 
 import structlog
 
-from services.worker.admission_calls import Call, Place
+from services.worker.admission_calls import Call, Place, Wave
 from services.worker.known_tenants import KnownTenants
 from services.worker.refusals import refusal, timed_out
 from services.worker.request_plan import RequestPlan
@@ -100,7 +100,7 @@ class Admission:
         if not beam and plan.max_tokens is None and limits.default_max_tokens is not None:
             max_tokens = min(max_tokens, limits.default_max_tokens)
         ask = Ask(
-            (key, len(place.firsts), len(place.wave)),
+            (key, len(place.firsts), len(place.wave.asks) if place.wave is not None else 0),
             place.tenant_id,
             kv_blocks=self._layout.blocks(prompt_tokens, max_tokens, samples),
             seats=samples,
@@ -115,7 +115,7 @@ class Admission:
             await self._wait_first(place, ask, limits)
         call = self._call(ask, 1 if beam else max_tokens, shared=beam)
         if beam:
-            place.shared.append(call)
+            place.shared += (call,)
         return call
 
     def started(self, call: Call) -> None:
@@ -138,7 +138,8 @@ class Admission:
 
     def finish(self, place: Place) -> None:
         """The attempt is over: nothing of it waits or holds anything. Idempotent."""
-        place.stop_waiting(Cancelled("the request has ended"))
+        if place.waiting:
+            place.stop_waiting(Cancelled("the request has ended"))
         if not place.firsts:
             return
         for call in place.shared:
@@ -199,11 +200,12 @@ class Admission:
 
     async def _enter_together(self, place: Place, ask: Ask, prompts: int, limits: TenantLimits) -> None:
         """Waits for all prompts of the attempt, so that there is one decision; then for this one's turn."""
-        place.wave.append(ask)
-        if len(place.wave) < prompts:
-            await self._decided(place)
+        wave = place.wave = place.wave or Wave()
+        wave.asks.append(ask)
+        if len(wave.asks) < prompts:
+            await self._decided(place, wave)
         else:
-            first, *others = place.wave
+            first, *others = wave.asks
             for one in others:
                 one.leads = False
             first.followers = tuple(others)
@@ -216,25 +218,24 @@ class Admission:
                 error = refused
                 raise
             finally:
-                deciding, place.deciding = place.deciding, []
-                for future in deciding:
+                for future in wave.deciding:
                     if not future.done():
                         future.set_result(error)
         if ask.state is AskState.WAITING:
             await self._wait(place, ask, None)
 
-    async def _decided(self, place: Place) -> None:
+    async def _decided(self, place: Place, wave: Wave) -> None:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TenantryError | None] = loop.create_future()
-        place.deciding.append(future)
-        place.waiting.add(future)
+        wave.deciding.append(future)
+        place.waiting.append(future)
         incomplete = InternalError("the application did not start all prompts of the request; none was started")
         timer = loop.call_later(_WAVE_PATIENCE_S, lambda: place.firsts or place.stop_waiting(incomplete))
         try:
             error = await future
         finally:
             timer.cancel()
-            place.waiting.discard(future)
+            place.waiting.remove(future)
         if error is not None:
             raise error
 
@@ -244,7 +245,7 @@ class Admission:
         asked_s = loop.time()
         future: asyncio.Future[TenantryError | None] = loop.create_future()
         self._waiters[ask.key] = future
-        place.waiting.add(future)
+        place.waiting.append(future)
         error: TenantryError | None = None
         entered = False
         try:
@@ -259,7 +260,7 @@ class Admission:
                 error = timed_out(short, self._block_bytes, waited_ms, self._retry_after_s(place.tenant_id))
         finally:
             del self._waiters[ask.key]
-            place.waiting.discard(future)
+            place.waiting.remove(future)
             if not entered:
                 self._left(ask)
         if error is not None:

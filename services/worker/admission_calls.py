@@ -20,18 +20,27 @@ class Call:
         self.due = min(float(ask.max_new_tokens), mean_output)  # output tokens that its tenant has been charged
 
 
+class Wave:
+    """Prompts of one request that wait for each other, so that there is one decision."""
+
+    __slots__ = ("asks", "deciding")
+
+    def __init__(self) -> None:
+        self.asks: list[Ask] = []
+        self.deciding: list[asyncio.Future[TenantryError | None]] = []  # of all but the last, until it is decided
+
+
 class Place:
     """What one attempt has asked for and what of it waits. Mutable; owned by Admission."""
 
-    __slots__ = ("deciding", "entered_s", "firsts", "queued_ms", "shared", "tenant_id", "waiting", "wave")
+    __slots__ = ("entered_s", "firsts", "queued_ms", "shared", "tenant_id", "waiting", "wave")
 
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
         self.firsts: list[Ask] = []  # one per decision: more than one only if the application generates again
-        self.shared: list[Call] = []  # of a beam search, one per prompt
-        self.wave: list[Ask] = []  # of a decision whose prompts have not all come
-        self.deciding: list[asyncio.Future[TenantryError | None]] = []  # those of the wave, until it is decided
-        self.waiting: set[asyncio.Future[TenantryError | None]] = set()
+        self.waiting: list[asyncio.Future[TenantryError | None]] = []
+        self.shared: tuple[Call, ...] = ()  # of a beam search, one per prompt
+        self.wave: Wave | None = None  # of a request of several prompts
         self.entered_s: float | None = None
         self.queued_ms = 0.0
 

@@ -12,6 +12,8 @@ from services.worker.request_plan import RequestPlan
 from shared.contracts.inference import Handle, Totals
 from shared.errors import Cancelled, HandleMismatch, TenantryError
 
+_ONE_PROMPT = RequestPlan()
+
 
 class Attempt:
     """One attempt of one request while it is in this worker. Mutable; owned by the governor."""
@@ -22,7 +24,8 @@ class Attempt:
         self.router_id = router_id
         self.handle = handle
         self.path = path
-        self.plan = RequestPlan()
+        self.subject_id = handle.subject_id
+        self.plan = _ONE_PROMPT
         self.place = Place(handle.tenant_id)
         self.admitted = asyncio.Event()
         self.refusal: TenantryError | None = None  # set: whatever the application answers is replaced by this error
@@ -72,7 +75,7 @@ class Governor:
 
     def begin(self, attempt: Attempt) -> None:
         """Counts it as in flight, before anything can await."""
-        subject = attempt.handle.subject_id
+        subject = attempt.subject_id
         self._attempts[attempt.key] = attempt
         tenant_id = attempt.handle.tenant_id
         self._by_tenant[tenant_id] = self._by_tenant.get(tenant_id, 0) + 1
@@ -90,7 +93,7 @@ class Governor:
             del self._by_tenant[tenant_id]
         else:
             self._by_tenant[tenant_id] -= 1
-        subject = attempt.handle.subject_id
+        subject = attempt.subject_id
         members = self._by_subject[subject]
         members.discard(attempt.key)
         totals = self.totals[subject]
