@@ -105,7 +105,7 @@ def test_ranks_that_a_program_takes_in_blocks_work(path: str) -> None:
 
 def test_more_slots_than_sixteen_and_a_slot_of_many_tokens_work() -> None:
     layer = replace(LAYER, slots=19, idle=(4,))
-    slots = [18] * 45 + [0, 17, 5, -1, 5]
+    slots = [18] * 20 + [0, 17, 5, -1, 5]
     weights, batch = make_weights(layer, DTYPE, DEVICE), make_batch(layer, slots, DTYPE, DEVICE)
     check(run(batch, weights, list_tokens(batch.token_slots, num_slots=19)), batch, weights)
 
