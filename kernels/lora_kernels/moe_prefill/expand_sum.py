@@ -8,8 +8,10 @@ always go on.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from lora_kernels.moe_prefill.shrink import load_hidden, loaded_ranks, rank_of
+from lora_kernels.work_list.kernel import wait_for_inputs
 
 ITEM = 8
 """int32 of an item. Makes deltas: cell, first place, rows, chunk, tokens before the adapter's, counter to wait for, its count. Sums:
@@ -56,8 +58,10 @@ def schedule_kernel(
     BLOCK_T: tl.constexpr,
     PHASES: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per phase: the tiles that make a chunk, then the tokens that sum the one `lead` before it."""
+    wait_for_inputs(OVERLAP)
     own = tl.program_id(0)
     phase = tl.arange(0, PHASES)
     group = phase // CHUNKS
@@ -157,8 +161,11 @@ def expand_sum_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per item of the schedule."""
+    if OVERLAP:
+        gdc_wait()
     CHUNKS: tl.constexpr = (N + CHUNK_N - 1) // CHUNK_N
     item = tl.program_id(0)
     fields = schedule + item * 8

@@ -7,6 +7,7 @@ import torch
 import triton
 
 from lora_kernels.arguments import DTYPES, check, check_tensor
+from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
@@ -188,7 +189,7 @@ def _expand_sum(
     phases = (work.num_adapters + 1) * chunks + tiles.lead
     tile_parts, token_parts = work.block_m // tiles.block_m, tokens.block_m // tiles.block_t
     max_items = chunks * (work.max_tiles * tile_parts + tokens.max_tiles * token_parts)
-    new = {"dtype": torch.int32, "device": down.device}
+    new, overlap = {"dtype": torch.int32, "device": down.device}, overlap_on(down.device, Overlap.INPUTS_FRESH)
     schedule, num_items = torch.empty((max_items, ITEM), **new), torch.empty(1, **new)
     counts = torch.empty(2 * work.num_adapters * chunks, **new)
     deltas = torch.empty((tiles.ring, work.num_pairs, tiles.chunk_n), dtype=lora.down_b.dtype, device=down.device)
@@ -213,7 +214,8 @@ def _expand_sum(
         BLOCK_T=tiles.block_t,
         PHASES=triton.next_power_of_2(phases),
         BLOCK=128,
-        num_warps=4,
+        OVERLAP=int(overlap),
+        **launch_options(overlap, num_warps=4),
     )
     expand_sum_kernel[(max_items,)](
         down,
@@ -246,7 +248,8 @@ def _expand_sum(
         BLOCK_N=tiles.block_n,
         BLOCK_T=tiles.block_t,
         CHUNK_N=tiles.chunk_n,
-        **_options(tiles),
+        OVERLAP=int(overlap),
+        **(launch_options(overlap, num_warps=tiles.num_warps) | _options(tiles)),
     )
 
 
