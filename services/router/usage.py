@@ -5,6 +5,7 @@ A repeat is harmless: the consumer upserts by request.
 
 import asyncio
 from collections import OrderedDict
+from typing import Any
 
 import msgspec
 import structlog
@@ -26,7 +27,7 @@ class _Stored(msgspec.Struct):
     """JetStream's acknowledgement."""
 
     stream: str = ""
-    error: msgspec.Raw | None = None
+    error: dict[str, Any] | None = None
 
 
 _decode_stored = msgspec.json.Decoder(_Stored).decode

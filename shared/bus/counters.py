@@ -1,5 +1,7 @@
 """Counter streams of JetStream: subjects that are numbers, moved by a header, exact whoever writes at the same time."""
 
+from typing import Any
+
 import msgspec
 import nats.errors
 import nats.js.errors
@@ -14,14 +16,14 @@ class _Value(msgspec.Struct):
 
 
 class _Made(msgspec.Struct):
-    error: msgspec.Raw | None = None
+    error: dict[str, Any] | None = None
 
 
 class Moved(msgspec.Struct, frozen=True):
     """The server's answer to an increment. `val` is where the counter stands then."""
 
     val: str = ""
-    error: msgspec.Raw | None = None
+    error: dict[str, Any] | None = None
 
 
 _decode_value = msgspec.json.Decoder(_Value).decode
@@ -45,13 +47,13 @@ async def ensure_counters(bus: Bus, name: str, subjects: tuple[str, ...], max_ag
         "allow_msg_counter": True,
         "allow_direct": True,
     }
-    problem = b""
+    problem = ""
     for verb in ("CREATE", "UPDATE"):  # it may stand with other settings of an earlier version
         answer = _decode_made(await bus.request(f"$JS.API.STREAM.{verb}.{name}", msgspec.json.encode(config), 5.0))
         if answer.error is None:
             return
-        problem = bytes(answer.error)
-    raise BusUnavailable(f"stream {name} cannot be made: {problem.decode()[:300]}", retry_after_s=1.0)
+        problem = str(answer.error.get("description", answer.error))
+    raise BusUnavailable(f"stream {name} cannot be made: {problem[:300]}", retry_after_s=1.0)
 
 
 async def counted(bus: Bus, stream: str, subject: str) -> int:
