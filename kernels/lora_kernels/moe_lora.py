@@ -61,10 +61,12 @@ def moe_lora_(
     chosen = tiles or decode_tiles(out, x, lora_a, lora_b, routing)
     groups = None
     if "groups" in (chosen[0].path, chosen[1].path):
-        # Made before the shrink, and a shrink that follows at once waits for them: no launch reads what the one before it writes.
+        # Made before the shrink, and a grouped shrink that follows at once waits for them. One by pair reads ids and weights beside
+        # the list: when that lets it start, what came before the list is complete.
         made_before = routing.grouped
         groups = routing.groups(overlap)
-        overlap = overlap if made_before else min(overlap, Overlap.INPUTS_FRESH)
+        if chosen[0].path == "groups" and not made_before:
+            overlap = min(overlap, Overlap.INPUTS_FRESH)
     options = {
         "num_experts": routing.num_experts,
         "slot_enabled": routing.slot_enabled,

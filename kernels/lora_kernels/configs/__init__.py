@@ -50,7 +50,7 @@ class Tiles:
     """path: one program a row ("pairs"), or one for rows that share weights: "groups" of expert layers, "slots" of dense ones.
 
     "list" is for dense layers at prefill. block: elements of K a step (shrink), rows of B (expand). steps: blocks of K a program
-    walks, the rest is split; blocks of B it walks on path "list". rows: tokens a program takes at a time ("slots", "list").
+    walks, the rest is split; blocks of B it walks on paths "groups" and "list". rows: tokens a program takes at a time ("slots", "list").
     """
 
     path: str
@@ -141,14 +141,22 @@ def default_tiles(shape: Shape) -> Tiles:
     """A rule that fits registers at every rank."""
     if shape.op.startswith("dense"):
         return _dense_tiles(shape)
-    # 64 elements of weights a thread, few rows a program at a time.
-    rank, path = padded_rank(shape.rank), "groups" if shape.rows >= 1024 else "pairs"
+    rank = padded_rank(shape.rank)
+    if shape.rows >= 1024:
+        block, warps, stages = 64 if rank <= 128 else 32, 2 if rank <= 32 else 4, 4 if rank <= 32 else 3
+        steps = (320 if shape.op.endswith("expand") else 576) // block
+        return Tiles(path="groups", block=block, steps=_even_steps(shape, block, steps), num_warps=warps, stages=stages)
     if shape.op.endswith("expand"):
-        return Tiles(path=path, block=max(16, min(128 if path == "groups" else 256, 8192 // rank)))
-    if path == "pairs":
-        return Tiles(path=path, block=max(32, min(256, 8192 // rank)))
-    block = max(32, min(128, 4096 // rank))
-    return Tiles(path=path, block=block, steps=max(1, min(4, shape.width // (8 * block))), stages=3)
+        return Tiles(path="pairs", block=max(16, min(256, 8192 // rank)))
+    block = 64 if rank <= 128 else 32
+    return Tiles(path="pairs", block=block, steps=_even_steps(shape, block, max(1, 10240 // (block * rank))))
+
+
+def _even_steps(shape: Shape, block: int, most: int) -> int:
+    """As many blocks as divide one slice's width, where some number near `most` does: nothing is masked then."""
+    width = shape.width // (shape.slices if shape.op.endswith("expand") else 1)
+    even = [steps for steps in range(1, most + 1) if width % (block * steps) == 0]
+    return even[-1] if even and 2 * even[-1] >= most else most
 
 
 _PROGRAMS_WANTED = 396

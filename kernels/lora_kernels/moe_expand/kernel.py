@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lora_kernels.moe_shrink.kernel import pick, rank_of
+from lora_kernels.moe_shrink.kernel import cell_of_pair, pick, rank_of, weights_of
+from lora_kernels.pair_groups.kernel import load_group
 
 
 @triton.jit
@@ -33,6 +34,27 @@ def slice_of(block, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_
             width = N2
             column = N0 + N1
     return piece, local * BLOCK_N, width, column
+
+
+@triton.jit
+def load_b(b_ptr, n, rank, width, R: tl.constexpr, R_PAD: tl.constexpr, EVEN_N: tl.constexpr, HAS_RANKS: tl.constexpr):
+    """Rows n of B. Eight elements are one 16-byte load: masks change between such groups only, the rest of a group is dropped."""
+    r = tl.arange(0, R_PAD)
+    b_tile = b_ptr + n[:, None] * R + r[None, :]
+    loaded = r < (rank + 7) // 8 * 8
+    if EVEN_N:
+        if HAS_RANKS or R != R_PAD:
+            b = tl.load(b_tile, mask=loaded[None, :] & (r < R)[None, :], other=0.0)
+        else:
+            b = tl.load(b_tile)
+    else:
+        if HAS_RANKS or R != R_PAD:
+            b = tl.load(b_tile, mask=(n < width)[:, None] & loaded[None, :] & (r < R)[None, :], other=0.0)
+        else:
+            b = tl.load(b_tile, mask=(n < width)[:, None], other=0.0)
+    if HAS_RANKS or R != R_PAD:
+        b = tl.where((r < rank)[None, :], b, 0.0)
+    return b
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_slots", "splits"])
@@ -72,38 +94,18 @@ def expand_pairs_kernel(
     piece, first, width, column = slice_of(tl.program_id(1), N0, N1, N2, BLOCK_N)
     if PDL == 1:
         gdc_wait()
-    slot = tl.load(slots_ptr + pair // TOP_K)
-    used = (slot >= 0) & (slot < num_slots)
-    expert = 0
-    if EXPERTS > 0:
-        expert = tl.load(experts_ptr + pair).to(tl.int32)
-        used = used & (expert >= 0) & (expert < EXPERTS)
+    used, slot, expert = cell_of_pair(slots_ptr, experts_ptr, pair, num_slots, TOP_K, EXPERTS)
     if used:
-        cell = slot.to(tl.int64) * B_EXPERTS
-        if B_EXPERTS > 1:
-            cell += expert
-        b_ptr = pick(piece, b0_ptr, b1_ptr, b2_ptr, SLICES) + cell * width * R
+        b_ptr = weights_of(pick(piece, b0_ptr, b1_ptr, b2_ptr, SLICES), slot, expert, B_EXPERTS, width * R)
         n = first + tl.arange(0, BLOCK_N)
         r = tl.arange(0, R_PAD)
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         out_row = out_ptr + pair.to(tl.int64) * (N0 + N1 + N2) + column + n
-        b_tile = b_ptr + n[:, None] * R + r[None, :]
-        # Eight elements are one 16-byte load: masks change between such groups only, the rest of a group is dropped below.
-        loaded = r < (rank + 7) // 8 * 8
+        b = load_b(b_ptr, n, rank, width, R, R_PAD, EVEN_N, HAS_RANKS)
         if EVEN_N:
-            if HAS_RANKS or R != R_PAD:
-                b = tl.load(b_tile, mask=loaded[None, :] & (r < R)[None, :], other=0.0)
-            else:
-                b = tl.load(b_tile)
             old = tl.load(out_row)
         else:
-            if HAS_RANKS or R != R_PAD:
-                b = tl.load(b_tile, mask=(n < width)[:, None] & loaded[None, :] & (r < R)[None, :], other=0.0)
-            else:
-                b = tl.load(b_tile, mask=(n < width)[:, None], other=0.0)
             old = tl.load(out_row, mask=n < width, other=0.0)
-        if HAS_RANKS or R != R_PAD:
-            b = tl.where((r < rank)[None, :], b, 0.0)
         enabled = True
         if HAS_ENABLED:
             enabled = tl.load(enabled_ptr + slot) != 0
@@ -154,48 +156,45 @@ def expand_rows(
     HAS_WEIGHTS: tl.constexpr,
     HAS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Up to ROWS output rows against one [BLOCK_N, R] tile of B: only members are read and written."""
-    n = first + tl.arange(0, BLOCK_N)
+    """Up to ROWS output rows against STEPS tiles [BLOCK_N, R] of B: only members are read and written."""
     r = tl.arange(0, R_PAD)
-    b_tile = b_ptr + n[:, None] * R + r[None, :]
-    loaded = r < (rank + 7) // 8 * 8
-    if EVEN_N:
-        inside = members[:, None]
-        if HAS_RANKS or R != R_PAD:
-            b = tl.load(b_tile, mask=loaded[None, :] & (r < R)[None, :], other=0.0)
-        else:
-            b = tl.load(b_tile)
-    else:
-        inside = members[:, None] & (n < width)[None, :]
-        if HAS_RANKS or R != R_PAD:
-            b = tl.load(b_tile, mask=(n < width)[:, None] & loaded[None, :] & (r < R)[None, :], other=0.0)
-        else:
-            b = tl.load(b_tile, mask=(n < width)[:, None], other=0.0)
-    if HAS_RANKS or R != R_PAD:
-        b = tl.where((r < rank)[None, :], b, 0.0)
-    out_tile = out_ptr + rows.to(tl.int64)[:, None] * OUT_WIDTH + column + n[None, :]
-    old = tl.load(out_tile, mask=inside, other=0.0)
+    row = out_ptr + rows.to(tl.int64)[:, None] * OUT_WIDTH + column
+    if HAS_WEIGHTS:
+        weight = tl.load(weights_ptr + rows, mask=members, other=0.0).to(tl.float32)
     if PDL == 2:
         gdc_wait()
     if PDL > 0:
         gdc_launch_dependents()
     at = (rows.to(tl.int64) * SLICES + piece) * R_PAD
     from_ = partials_ptr + at[:, None] + r[None, :]
-    h = tl.zeros((ROWS, R_PAD), tl.float32)
     a_split = num_rows.to(tl.int64) * (SLICES * R_PAD)
-    for _ in range(splits):
-        h += tl.load(from_, mask=members[:, None] & (r < rank)[None, :], other=0.0)
-        from_ += a_split
+    parts = ()
+    for split in tl.static_range(SPLITS_PAD):  # all of them under way before the first is added
+        there = members[:, None] & (r < rank)[None, :] & (split < splits)
+        parts += (tl.load(from_ + split * a_split, mask=there, other=0.0),)
+    h = tl.zeros((ROWS, R_PAD), tl.float32)
+    for split in tl.static_range(SPLITS_PAD):
+        h += parts[split]
     if HAS_WEIGHTS:
-        h = h * tl.load(weights_ptr + rows, mask=members, other=0.0).to(tl.float32)[:, None]
+        h = h * weight[:, None]
     # h in two pieces of the weights' dtype: the product keeps float32's precision for one more dot.
-    high = h.to(b.dtype)
-    low = (h - high.to(tl.float32)).to(b.dtype)
-    delta = tl.dot(high, tl.trans(b), input_precision="ieee")
-    if b.dtype != tl.float32:
-        delta = tl.dot(low, tl.trans(b), delta, input_precision="ieee")
-    tl.store(out_tile, (old.to(tl.float32) + delta).to(out_ptr.dtype.element_ty), mask=inside)
+    high = h.to(out_ptr.dtype.element_ty)
+    low = (h - high.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        n = first + step * BLOCK_N + tl.arange(0, BLOCK_N)
+        b = load_b(b_ptr, n, rank, width, R, R_PAD, EVEN_N, HAS_RANKS)
+        inside = members[:, None]
+        if not EVEN_N:
+            inside = inside & (n < width)[None, :]
+        old = tl.load(row + n[None, :], mask=inside, other=0.0)
+        delta = tl.dot(high, tl.trans(b), input_precision="ieee")
+        if b.dtype != tl.float32:
+            delta = tl.dot(low, tl.trans(b), delta, input_precision="ieee")
+        tl.store(row + n[None, :], (old.to(tl.float32) + delta).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "splits"])
@@ -206,9 +205,7 @@ def expand_groups_kernel(
     b2_ptr,
     out_ptr,
     weights_ptr,
-    order_ptr,
-    groups_ptr,
-    num_groups_ptr,
+    records_ptr,
     ranks_ptr,
     num_pairs,
     splits,
@@ -220,34 +217,32 @@ def expand_groups_kernel(
     R: tl.constexpr,
     R_PAD: tl.constexpr,
     SLICES: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
     EVEN_N: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [blocks of N over all slices, most groups]."""
-    group = tl.program_id(1)
-    piece, first, width, column = slice_of(tl.program_id(0), N0, N1, N2, BLOCK_N)
+    """Grid [blocks of N over all slices * most groups]."""
+    PART: tl.constexpr = BLOCK_N * STEPS
+    BLOCKS: tl.constexpr = (N0 + PART - 1) // PART + (N1 + PART - 1) // PART + (N2 + PART - 1) // PART
+    piece, first, width, column = slice_of(tl.program_id(0) % BLOCKS, N0, N1, N2, PART)
     if PDL == 1:
         gdc_wait()
-    if group < tl.load(num_groups_ptr):
-        cell = tl.load(groups_ptr + group * 3)
-        start = tl.load(groups_ptr + group * 3 + 1)
-        count = tl.load(groups_ptr + group * 3 + 2)
+    cell, count, pairs = load_group(records_ptr, tl.program_id(0) // BLOCKS, GROUP)
+    if count > 0:
         slot = cell // EXPERTS
-        b_cell = slot.to(tl.int64) * B_EXPERTS
-        if B_EXPERTS > 1:
-            b_cell += cell % EXPERTS
-        b_ptr = pick(piece, b0_ptr, b1_ptr, b2_ptr, SLICES) + b_cell * width * R
+        b_ptr = weights_of(pick(piece, b0_ptr, b1_ptr, b2_ptr, SLICES), slot, cell % EXPERTS, B_EXPERTS, width * R)
         m = tl.arange(0, GROUP)
-        pairs = tl.load(order_ptr + start + m, mask=m < count, other=0)
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         expand_rows(
             partials_ptr, b_ptr, out_ptr, weights_ptr, pairs, m < count, rank, piece, first, width, column, num_pairs, splits,
-            N0 + N1 + N2, R, R_PAD, SLICES, BLOCK_N, EVEN_N, GROUP, HAS_WEIGHTS, HAS_RANKS, PDL,
+            N0 + N1 + N2, R, R_PAD, SLICES, BLOCK_N, EVEN_N, GROUP, HAS_WEIGHTS, HAS_RANKS, PDL, SPLITS_PAD, STEPS, STAGES,
         )  # fmt: skip
-    else:
-        if PDL == 2:
+    elif PDL == 2:
+        if tl.program_id(0) == 0:  # one is enough for the launch to end after the one before it
             gdc_wait()

@@ -52,6 +52,7 @@ def moe_expand_(
     tiles = tiles or tuned("moe_expand", out, rank=rank, width=sum(widths), slices=len(lora_b), adapters=slots, rows=num_pairs)
     overlap = overlap_on(out.device, overlap)
     splits = partials.shape[0]
+    steps = tiles.steps if tiles.path == "groups" else 1
     b0, b1, b2 = three(lora_b)
     n0, n1, n2 = [*widths, 0, 0][:3]
     constants = {
@@ -64,7 +65,7 @@ def moe_expand_(
         "R_PAD": padded_rank(rank),
         "SLICES": len(lora_b),
         "BLOCK_N": tiles.block,
-        "EVEN_N": all(width % tiles.block == 0 for width in widths),
+        "EVEN_N": all(width % (tiles.block * steps) == 0 for width in widths),
         "HAS_WEIGHTS": topk_weights is not None,
         "HAS_RANKS": slot_ranks is not None,
         "PDL": int(overlap),
@@ -72,13 +73,13 @@ def moe_expand_(
     options = launch_options(overlap, num_warps=tiles.num_warps)
     ranks = token_slots if slot_ranks is None else slot_ranks
     weights = partials if topk_weights is None else topk_weights
-    blocks = sum(triton.cdiv(width, tiles.block) for width in widths)
+    blocks = sum(triton.cdiv(width, tiles.block * steps) for width in widths)
     if tiles.path == "groups":
         check("groups", "the pairs' groups for tiles of path groups", groups, holds=groups is not None)
         assert groups is not None
-        expand_groups_kernel[(blocks, groups.groups.shape[0])](
-            partials, b0, b1, b2, out, weights, groups.order, groups.groups, groups.num_groups, ranks, num_pairs, splits,
-            GROUP=GROUP, **constants, **options,
+        expand_groups_kernel[(blocks * groups.num_groups,)](
+            partials, b0, b1, b2, out, weights, groups.records, ranks, num_pairs, splits,
+            GROUP=GROUP, STEPS=steps, STAGES=tiles.stages, SPLITS_PAD=triton.next_power_of_2(splits), **constants, **options,
         )  # fmt: skip
     else:
         expand_pairs_kernel[(num_pairs, blocks)](

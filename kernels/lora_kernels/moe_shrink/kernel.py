@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lora_kernels.pair_groups.kernel import load_group
+
 
 @triton.jit
 def pick(piece, first, second, third, SLICES: tl.constexpr):
@@ -31,6 +33,44 @@ def rank_of(ranks_ptr, slot, R: tl.constexpr, HAS_RANKS: tl.constexpr):
     if HAS_RANKS:
         rank = tl.minimum(tl.load(ranks_ptr + slot), R)
     return rank
+
+
+@triton.jit
+def cell_of_pair(slots_ptr, experts_ptr, pair, num_slots, TOP_K: tl.constexpr, EXPERTS: tl.constexpr):
+    """(whether the pair has an adapter and its expert is here, slot, expert). EXPERTS 0: a dense layer."""
+    slot = tl.load(slots_ptr + pair // TOP_K).to(tl.int32)
+    used = (slot >= 0) & (slot < num_slots)
+    expert = 0
+    if EXPERTS > 0:
+        expert = tl.load(experts_ptr + pair).to(tl.int32)
+        used = used & (expert >= 0) & (expert < EXPERTS)
+    return used, slot, expert
+
+
+@triton.jit
+def weights_of(ptr, slot, expert, WEIGHT_EXPERTS: tl.constexpr, SIZE: tl.constexpr):
+    """Where a cell's SIZE elements begin in a stack of one matrix an expert, or one for all."""
+    cell = slot.to(tl.int64) * WEIGHT_EXPERTS
+    if WEIGHT_EXPERTS > 1:
+        cell += expert
+    return ptr + cell * SIZE
+
+
+@triton.jit
+def load_a(a_ptr, k, rank, K: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, EVEN_K: tl.constexpr, HAS_RANKS: tl.constexpr):
+    r = tl.arange(0, R_PAD)
+    a_tile = a_ptr + r[:, None] * K + k[None, :]
+    if EVEN_K:
+        if HAS_RANKS or R != R_PAD:
+            a = tl.load(a_tile, mask=(r < rank)[:, None], other=0.0)
+        else:
+            a = tl.load(a_tile)
+    else:
+        if HAS_RANKS or R != R_PAD:
+            a = tl.load(a_tile, mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
+        else:
+            a = tl.load(a_tile, mask=(k < K)[None, :], other=0.0)
+    return a
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_slots"])
@@ -61,6 +101,8 @@ def shrink_pairs_kernel(
     PDL: tl.constexpr,
 ):
     """Grid [num_pairs * SLICES, splits]: one pair's part of K against one [R, BLOCK_K * STEPS] tile of its A."""
+    PART: tl.constexpr = BLOCK_K * STEPS
+    EVEN_K: tl.constexpr = K % PART == 0
     row = tl.program_id(0)
     split = tl.program_id(1)
     if PDL == 1:
@@ -68,46 +110,43 @@ def shrink_pairs_kernel(
         gdc_launch_dependents()
     pair = row // SLICES
     piece = row % SLICES
-    slot = tl.load(slots_ptr + pair // TOP_K)
-    used = (slot >= 0) & (slot < num_slots)
-    expert = 0
-    if EXPERTS > 0:
-        expert = tl.load(experts_ptr + pair).to(tl.int32)
-        used = used & (expert >= 0) & (expert < EXPERTS)
+    used, slot, expert = cell_of_pair(slots_ptr, experts_ptr, pair, num_slots, TOP_K, EXPERTS)
     if used:
-        cell = slot.to(tl.int64) * A_EXPERTS
-        if A_EXPERTS > 1:
-            cell += expert
-        a_ptr = pick(piece, a0_ptr, a1_ptr, a2_ptr, SLICES) + cell * (R * K)
+        a_ptr = weights_of(pick(piece, a0_ptr, a1_ptr, a2_ptr, SLICES), slot, expert, A_EXPERTS, R * K)
         x_row = x_ptr + (pair // PAIRS_PER_ROW).to(tl.int64) * K
         r = tl.arange(0, R_PAD)
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         enabled = True
         if HAS_ENABLED:
             enabled = tl.load(enabled_ptr + slot) != 0
+        k = split * PART + tl.arange(0, BLOCK_K)
+        # Narrow blocks are all read before the wait and reduced once; of wide ones the registers hold one.
+        NARROW: tl.constexpr = BLOCK_K <= 64
+        tiles = ()
+        for step in tl.static_range(STEPS if NARROW else 1):
+            tiles += (load_a(a_ptr, k + step * BLOCK_K, rank, K, R, R_PAD, EVEN_K, HAS_RANKS),)
+        if PDL == 2:
+            gdc_wait()
+            gdc_launch_dependents()
+        products = tl.zeros((R_PAD, BLOCK_K), tl.float32)
         total = tl.zeros((R_PAD,), tl.float32)
         for step in tl.static_range(STEPS):
-            k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
-            a_tile = a_ptr + r[:, None] * K + k[None, :]
-            if K % (BLOCK_K * STEPS) == 0:
-                if HAS_RANKS or R != R_PAD:
-                    a = tl.load(a_tile, mask=(r < rank)[:, None], other=0.0)
-                else:
-                    a = tl.load(a_tile)
-                if PDL == 2 and step == 0:
-                    gdc_wait()
-                    gdc_launch_dependents()
-                x = tl.load(x_row + k)
+            at = k + step * BLOCK_K
+            if NARROW or step == 0:
+                a = tiles[step]
             else:
-                if HAS_RANKS or R != R_PAD:
-                    a = tl.load(a_tile, mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
-                else:
-                    a = tl.load(a_tile, mask=(k < K)[None, :], other=0.0)
-                if PDL == 2 and step == 0:
-                    gdc_wait()
-                    gdc_launch_dependents()
-                x = tl.load(x_row + k, mask=k < K, other=0.0)
-            total += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+                a = load_a(a_ptr, at, rank, K, R, R_PAD, EVEN_K, HAS_RANKS)
+            if EVEN_K:
+                x = tl.load(x_row + at)
+            else:
+                x = tl.load(x_row + at, mask=at < K, other=0.0)
+            product = a.to(tl.float32) * x.to(tl.float32)[None, :]
+            if NARROW:
+                products += product
+            else:
+                total += tl.sum(product, axis=1)
+        if NARROW:
+            total = tl.sum(products, axis=1)
         to = partials_ptr + ((split.to(tl.int64) * num_pairs + pair) * SLICES + piece) * R_PAD + r
         tl.store(to, total, mask=(r < R_PAD) & enabled)
     else:
@@ -138,38 +177,22 @@ def shrink_rows(
     HAS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Up to ROWS rows of x against one A: only members are read and written. A single step reads A before it waits."""
+    """Up to ROWS rows of x against one A, STEPS blocks of K of it: only members are read and written."""
+    EVEN_K: tl.constexpr = K % (BLOCK_K * STEPS) == 0
     r = tl.arange(0, R_PAD)
     x_tile = x_ptr + x_rows.to(tl.int64)[:, None] * K
     total = tl.zeros((ROWS, R_PAD), tl.float32)
-    if STEPS == 1:
-        k = split * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_tile = a_ptr + r[:, None] * K + k[None, :]
-        if HAS_RANKS or R != R_PAD or K % BLOCK_K != 0:
-            a = tl.load(a_tile, mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
+    if PDL == 2:
+        gdc_wait()
+        gdc_launch_dependents()
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            x = tl.load(x_tile + k[None, :], mask=members[:, None], other=0.0)
         else:
-            a = tl.load(a_tile)
-        if PDL == 2:
-            gdc_wait()
-            gdc_launch_dependents()
-        x = tl.load(x_tile + k[None, :], mask=members[:, None] & (k < K)[None, :], other=0.0)
+            x = tl.load(x_tile + k[None, :], mask=members[:, None] & (k < K)[None, :], other=0.0)
+        a = load_a(a_ptr, k, rank, K, R, R_PAD, EVEN_K, HAS_RANKS)
         total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
-    else:
-        if PDL == 2:
-            gdc_wait()
-            gdc_launch_dependents()
-        for step in tl.range(0, STEPS, num_stages=STAGES):
-            k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
-            a_tile = a_ptr + r[:, None] * K + k[None, :]
-            if K % (BLOCK_K * STEPS) == 0:
-                x = tl.load(x_tile + k[None, :], mask=members[:, None], other=0.0)
-            else:
-                x = tl.load(x_tile + k[None, :], mask=members[:, None] & (k < K)[None, :], other=0.0)
-            if HAS_RANKS or R != R_PAD or K % (BLOCK_K * STEPS) != 0:
-                a = tl.load(a_tile, mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
-            else:
-                a = tl.load(a_tile)
-            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
     to = ((split.to(tl.int64) * num_rows + out_rows) * SLICES + piece) * R_PAD
     tl.store(partials_ptr + to[:, None] + r[None, :], total, mask=members[:, None] & (r < R_PAD)[None, :])
 
@@ -181,9 +204,7 @@ def shrink_groups_kernel(
     a1_ptr,
     a2_ptr,
     partials_ptr,
-    order_ptr,
-    groups_ptr,
-    num_groups_ptr,
+    records_ptr,
     ranks_ptr,
     num_pairs,
     PAIRS_PER_ROW: tl.constexpr,
@@ -200,30 +221,25 @@ def shrink_groups_kernel(
     HAS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [most groups * SLICES, splits]: one group's rows of x against one tile of the A they share."""
-    row = tl.program_id(0)
-    split = tl.program_id(1)
+    """Grid [splits * SLICES * most groups]: one group's rows of x against one tile of the A they share."""
+    PART: tl.constexpr = BLOCK_K * STEPS
+    TILES: tl.constexpr = (K + PART - 1) // PART * SLICES
     if PDL == 1:
         gdc_wait()
         gdc_launch_dependents()
-    group = row // SLICES
-    piece = row % SLICES
-    if group < tl.load(num_groups_ptr):
-        cell = tl.load(groups_ptr + group * 3)
-        start = tl.load(groups_ptr + group * 3 + 1)
-        count = tl.load(groups_ptr + group * 3 + 2)
+    tile = tl.program_id(0) % TILES
+    split = tile // SLICES
+    piece = tile % SLICES
+    cell, count, pairs = load_group(records_ptr, tl.program_id(0) // TILES, GROUP)
+    if count > 0:
         slot = cell // EXPERTS
-        a_cell = slot.to(tl.int64) * A_EXPERTS
-        if A_EXPERTS > 1:
-            a_cell += cell % EXPERTS
-        a_ptr = pick(piece, a0_ptr, a1_ptr, a2_ptr, SLICES) + a_cell * (R * K)
+        a_ptr = weights_of(pick(piece, a0_ptr, a1_ptr, a2_ptr, SLICES), slot, cell % EXPERTS, A_EXPERTS, R * K)
         m = tl.arange(0, GROUP)
-        pairs = tl.load(order_ptr + start + m, mask=m < count, other=0)
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         shrink_rows(
             x_ptr, a_ptr, partials_ptr, pairs // PAIRS_PER_ROW, pairs, m < count, rank, split, piece, num_pairs,
             K, R, R_PAD, SLICES, GROUP, BLOCK_K, STEPS, STAGES, HAS_RANKS, PDL,
         )  # fmt: skip
-    else:
-        if PDL == 2:
+    elif PDL == 2:
+        if tl.program_id(0) == 0:  # one is enough for the launch to end after the one before it
             gdc_wait()

@@ -69,8 +69,8 @@ def moe_shrink(
     if tiles.path == "groups":
         check("groups", "the pairs' groups for tiles of path groups", groups, holds=groups is not None)
         assert groups is not None
-        shrink_groups_kernel[(groups.groups.shape[0] * len(lora_a), splits)](
-            x, a0, a1, a2, partials, groups.order, groups.groups, groups.num_groups, ranks, num_pairs,
+        shrink_groups_kernel[(groups.num_groups * len(lora_a) * splits,)](
+            x, a0, a1, a2, partials, groups.records, ranks, num_pairs,
             GROUP=GROUP, STEPS=tiles.steps, STAGES=tiles.stages, **constants, **options,
         )  # fmt: skip
     else:

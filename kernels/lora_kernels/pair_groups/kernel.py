@@ -22,56 +22,73 @@ def group_pairs_kernel(
     slots_ptr,
     experts_ptr,
     enabled_ptr,
-    order_ptr,
-    groups_ptr,
-    num_groups_ptr,
+    records_ptr,
     num_pairs,
     num_slots,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
-    CELLS_PAD: tl.constexpr,
     PAIRS_PAD: tl.constexpr,
     OWN: tl.constexpr,
-    CHUNK: tl.constexpr,
+    OWN_CELLS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ENABLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [ceil(num_pairs / OWN)]: counts all pairs by cell, then places OWN of them.
+    """Grid [programs that between them own all pairs and all cells].
 
-    A pair's place: the pairs of lower cells, then those of its own cell before it. Each GROUP-th of a cell opens a group.
+    A cell's first GROUP pairs are the record at its number. Each further GROUP of them, from place p among the pairs sorted by
+    cell, is the overflow record p // GROUP: no two share one, as they begin at least GROUP apart. The pair before place
+    GROUP * e is in the only cell that can overflow into e, and writes whether it does.
     """
     if PDL == 1:
         gdc_wait()
         gdc_launch_dependents()
+    NONE: tl.constexpr = 1 << 30
     everyone = tl.arange(0, PAIRS_PAD)
-    all_cells = cells_of(slots_ptr, experts_ptr, enabled_ptr, everyone, num_pairs, num_slots, TOP_K, EXPERTS, CELLS_PAD, HAS_ENABLED)
-    counts = tl.histogram(all_cells, CELLS_PAD, mask=all_cells < CELLS_PAD)
-    blocks = (counts + GROUP - 1) // GROUP
-    cell = tl.arange(0, CELLS_PAD)
-
+    cells = cells_of(slots_ptr, experts_ptr, enabled_ptr, everyone, num_pairs, num_slots, TOP_K, EXPERTS, NONE, HAS_ENABLED)
     mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    my_cells = cells_of(slots_ptr, experts_ptr, enabled_ptr, mine, num_pairs, num_slots, TOP_K, EXPERTS, CELLS_PAD, HAS_ENABLED)
-    lower = cell[None, :] < my_cells[:, None]
-    first = tl.sum(tl.where(lower, counts[None, :], 0), axis=1)
-    first_group = tl.sum(tl.where(lower, blocks[None, :], 0), axis=1)
-    held = tl.sum(tl.where(cell[None, :] == my_cells[:, None], counts[None, :], 0), axis=1)
-    before = tl.zeros((OWN,), tl.int32)
-    for start in range(0, tl.program_id(0) * OWN + OWN, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        others = cells_of(slots_ptr, experts_ptr, enabled_ptr, other, num_pairs, num_slots, TOP_K, EXPERTS, CELLS_PAD, HAS_ENABLED)
-        same = (others[None, :] == my_cells[:, None]) & (other[None, :] < mine[:, None])
-        before += tl.sum(same.to(tl.int32), axis=1)
+    my_cells = cells_of(slots_ptr, experts_ptr, enabled_ptr, mine, num_pairs, num_slots, TOP_K, EXPERTS, NONE, HAS_ENABLED)
+    earlier = everyone[None, :] < mine[:, None]
+    same = cells[None, :] == my_cells[:, None]
+    both = tl.sum(tl.where(same, tl.where(earlier, 65537, 1), 0), axis=1)
+    held = both % 65536
+    before = both // 65536
+    place = before + tl.sum((cells[None, :] < my_cells[:, None]).to(tl.int32), axis=1)
+    own_cells = tl.program_id(0) * OWN_CELLS + tl.arange(0, OWN_CELLS)
+    empty = tl.sum((cells[None, :] == own_cells[:, None]).to(tl.int32), axis=1) == 0
+    total = tl.sum((cells < NONE).to(tl.int32), axis=0)
 
     if PDL == 2:  # the memory written may still be read by launches before
         gdc_wait()
         gdc_launch_dependents()
-    placed = my_cells < CELLS_PAD
-    tl.store(order_ptr + first + before, mine, mask=placed)
-    opens = placed & (before % GROUP == 0)
-    record = groups_ptr + (first_group + before // GROUP) * 3
-    tl.store(record, my_cells, mask=opens)
-    tl.store(record + 1, first + before, mask=opens)
-    tl.store(record + 2, tl.minimum(held - before, GROUP), mask=opens)
+    num_cells = num_slots * EXPERTS
+    tl.store(records_ptr + own_cells * (2 * GROUP) + 1, 0, mask=empty & (own_cells < num_cells))
+    used = my_cells < NONE
+    chunk = before // GROUP
+    overflow = num_cells + (place - before % GROUP) // GROUP
+    record = records_ptr + tl.where(chunk == 0, my_cells, overflow) * (2 * GROUP)
+    tl.store(record + GROUP + before % GROUP, mine, mask=used)
+    first = used & (before == 0)
+    tl.store(record, my_cells, mask=first)
+    tl.store(record + 1, tl.minimum(held, GROUP), mask=first)
+    # Of the record that begins after this place: what this cell still has beyond the chunks before it.
+    left = held - (chunk + 1) * GROUP
+    gate = used & (place % GROUP == GROUP - 1)
+    record = records_ptr + (num_cells + (place + 1) // GROUP) * (2 * GROUP)
+    tl.store(record, my_cells, mask=gate)
+    tl.store(record + 1, tl.minimum(tl.maximum(left, 0), GROUP), mask=gate)
     if tl.program_id(0) == 0:
-        tl.store(num_groups_ptr, tl.sum(blocks, axis=0))
+        overflows = tl.arange(0, PAIRS_PAD // GROUP)
+        unreached = (overflows * GROUP > total) | (overflows == 0)
+        tl.store(records_ptr + (num_cells + overflows) * (2 * GROUP) + 1, 0, mask=unreached & (overflows <= num_pairs // GROUP))
+
+
+@triton.jit
+def load_group(records_ptr, group, GROUP: tl.constexpr):
+    """(cell, count, pairs [GROUP]) of a record: reads that do not wait for each other. Pairs are 0 past the count."""
+    record = records_ptr + group * (2 * GROUP)
+    m = tl.arange(0, GROUP)
+    cell = tl.load(record)
+    count = tl.load(record + 1)
+    pairs = tl.load(record + GROUP + m)
+    return cell, count, tl.where(m < count, pairs, 0)

@@ -11,19 +11,23 @@ from lora_kernels.pair_groups.kernel import group_pairs_kernel
 
 GROUP = 16
 """Most pairs of a group: the rows one tl.dot takes at least."""
+FEWEST_PLACES = 256
+PROGRAMS = 128
+"""Of a launch: each places an equal share of the pairs and clears one of the cells."""
 MOST_PAIRS = 4096
 MOST_CELLS = 4096
 
 
 class PairGroups(NamedTuple):
-    """order: [num_pairs] int32, pairs by cell. groups: [most_groups, 3] int32, (cell, start in order, count). num_groups: [1] int32.
+    """records: [num_cells + overflow, 2 * GROUP] int32: cell, number of pairs (0: none), and from GROUP on the pairs.
 
-    What lies beyond num_groups is not initialised.
+    A cell's first GROUP pairs are the record of its number, slot * num_experts + expert; those behind the cells hold the rest of
+    cells with more. What a record has no use for is not initialised.
     """
 
-    order: torch.Tensor
-    groups: torch.Tensor
-    num_groups: torch.Tensor
+    records: torch.Tensor
+    num_groups: int
+    """Records to look at: beyond them is one that may be written and is never used."""
 
 
 def can_group(num_pairs: int, *, num_slots: int, num_experts: int) -> bool:
@@ -56,31 +60,26 @@ def group_pairs(
     num_pairs, num_cells = topk_ids.numel(), num_slots * num_experts
     check("topk_ids", f"at most {MOST_PAIRS} pairs", f"{num_pairs}", holds=num_pairs <= MOST_PAIRS)
     check("num_slots * num_experts", f"1 to {MOST_CELLS} cells", num_cells, holds=1 <= num_cells <= MOST_CELLS)
-    most = min(num_pairs, num_cells + num_pairs // GROUP)
-    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    groups = torch.empty(most, 3, dtype=torch.int32, device=device)
+    records = torch.empty(num_cells + num_pairs // GROUP + 1, 2 * GROUP, dtype=torch.int32, device=device)
     if num_pairs == 0:
-        return PairGroups(order, groups, torch.zeros(1, dtype=torch.int32, device=device))
-    num_groups = torch.empty(1, dtype=torch.int32, device=device)
-    own, overlap = 16, overlap_on(device, overlap)
-    group_pairs_kernel[(triton.cdiv(num_pairs, own),)](
+        return PairGroups(records, 0)
+    overlap = overlap_on(device, overlap)
+    pairs_pad = triton.next_power_of_2(max(num_pairs, FEWEST_PLACES))
+    group_pairs_kernel[(PROGRAMS,)](
         token_slots,
         topk_ids,
         token_slots if slot_enabled is None else slot_enabled,
-        order,
-        groups,
-        num_groups,
+        records,
         num_pairs,
         num_slots,
         TOP_K=topk_ids.shape[1],
         EXPERTS=num_experts,
-        CELLS_PAD=triton.next_power_of_2(max(num_cells, 32)),
-        PAIRS_PAD=triton.next_power_of_2(max(num_pairs, 256)),
-        OWN=own,
-        CHUNK=256,
+        PAIRS_PAD=pairs_pad,
+        OWN=pairs_pad // PROGRAMS,
+        OWN_CELLS=triton.next_power_of_2(triton.cdiv(num_cells, PROGRAMS)),
         GROUP=GROUP,
         HAS_ENABLED=slot_enabled is not None,
         PDL=int(overlap),
-        **launch_options(overlap, num_warps=4),
+        **launch_options(overlap, num_warps=8 if pairs_pad <= 512 else 16),
     )
-    return PairGroups(order, groups, num_groups)
+    return PairGroups(records, num_cells + triton.cdiv(num_pairs, GROUP))

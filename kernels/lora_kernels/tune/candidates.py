@@ -61,8 +61,11 @@ def shrink_tiles(path: str, rank: int) -> list[Tiles]:
     """Scaled so that a program holds about as much whatever the rank."""
     scale = max(1, padded_rank(rank) // 32)
     if path == "pairs":
-        shapes = [(256, 1, 4, 1), (128, 1, 2, 1), (128, 1, 4, 1), (256, 1, 2, 1), (256, 1, 8, 1), (256, 2, 4, 1), (256, 2, 8, 1),
-                  (512, 1, 4, 1), (512, 1, 8, 1)]  # fmt: skip
+        shapes = [(256, 1, 4, 1), (64, 4, 4, 1), (64, 5, 4, 1), (64, 8, 4, 1), (64, 9, 4, 1), (64, 9, 8, 1), (128, 1, 2, 1),
+                  (256, 2, 4, 1), (256, 2, 8, 1)]  # fmt: skip
+    elif path == "groups":
+        shapes = [(128, 8, 4, 4), (64, 8, 2, 4), (64, 9, 2, 4), (64, 6, 2, 4), (64, 12, 2, 4), (64, 15, 1, 6), (64, 16, 2, 6),
+                  (64, 23, 2, 6), (128, 4, 2, 3), (128, 6, 4, 3)]  # fmt: skip
     else:
         shapes = [(128, 4, 4, 4), (128, 1, 4, 1), (256, 1, 4, 1), (64, 4, 4, 4), (64, 8, 4, 4), (64, 16, 4, 5), (64, 24, 2, 6),
                   (128, 3, 4, 3), (128, 6, 4, 4), (128, 8, 4, 4), (128, 12, 4, 4), (256, 3, 4, 3), (256, 4, 8, 3),
@@ -75,6 +78,10 @@ def expand_tiles(path: str, rank: int) -> list[Tiles]:
     scale = max(1, padded_rank(rank) // 32)
     pairs = [(256, 4), (64, 2), (128, 2), (128, 4), (256, 2), (256, 8), (512, 4), (512, 8)]
     shared = [(128, 4), (32, 2), (64, 2), (64, 4), (128, 2), (128, 8), (256, 4), (256, 8)]
+    groups = [(64, 9, 4, 3), (64, 5, 2, 3), (64, 6, 2, 4), (64, 9, 2, 4), (64, 5, 4, 3), (64, 8, 4, 4), (128, 3, 4, 3), (128, 4, 4, 3),
+              (128, 5, 4, 3), (128, 6, 4, 3)]  # fmt: skip
+    if path == "groups":
+        return [Tiles(path=path, block=max(16, n // scale), steps=steps, num_warps=w, stages=stages) for n, steps, w, stages in groups]
     return [Tiles(path=path, block=max(16, n // scale), num_warps=warps) for n, warps in (pairs if path == "pairs" else shared)]
 
 
