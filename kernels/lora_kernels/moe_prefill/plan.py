@@ -112,12 +112,12 @@ def _parts(num_tiles: int, size: int, block: int, *, most: int) -> int:
 
 def _ring(num_tokens: int, top_k: int, num_adapters: int, num_experts: int, block_m: int, rank: int) -> SumTiles | None:
     """Sums follow when the device has had time to start a set and a half of programs after those that make their deltas; the ring
-    keeps well within the L2 cache. None where it cannot."""
+    keeps well within the L2 cache. None where it cannot, or where cells are so many that most programs would find nothing to do."""
     sum_tokens, chunk_n = 8, 256
     rows = num_tokens * top_k / (num_adapters * num_experts)
     programs = num_experts * math.ceil(rows / block_m) + num_tokens / num_adapters / sum_tokens
     most = int(RING_BYTES // (num_tokens * top_k / num_adapters * chunk_n * 2))
-    if most < 3:
+    if most < 3 or block_m < 64:
         return None
     lead = max(1, min(12, round(PROGRAMS_AHEAD / programs), most - 2))
     return SumTiles(
