@@ -94,7 +94,7 @@ def speaks_for(table: RouteTable, key: ApiKey, mark: str) -> Tenant:
                 f"this key speaks for several tenants: name one in the header `{table.routing.header}`", header=table.routing.header
             )
         name = key.tenants[0]
-    tenant = table.tenants.get(name) if name in key.tenants else None
+    tenant = table.tenants.get(name) if name in table.speaks.get(key.key_id, ()) else None
     if tenant is None:
         raise TenantNotAllowed(f"this key may not speak for the tenant `{name[:64]}`", tenant=name[:64])
     return tenant

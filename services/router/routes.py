@@ -68,6 +68,7 @@ class RouteTable:
 
     def __init__(self) -> None:
         self.keys: dict[str, ApiKey] = {}  # by SHA-256 of the secret
+        self.speaks: dict[str, frozenset[str]] = {}  # tenants by key_id: a gateway may have thousands
         self.tenants: dict[str, Tenant] = {}
         self.pools: dict[str, PoolRoutes] = {}
         self.routing = Routing()
@@ -94,13 +95,21 @@ class RouteTable:
 
     def _store(self, key: str, entry: Entry | None) -> None:
         if key.startswith(KEY_PREFIX):
-            _set(self.keys, key[len(KEY_PREFIX) :], None if entry is None else decode_key(entry.value))
+            self._store_key(key[len(KEY_PREFIX) :], None if entry is None else decode_key(entry.value))
         elif key.startswith(TENANT_PREFIX):
             _set(self.tenants, key[len(TENANT_PREFIX) :], None if entry is None else decode_tenant(entry.value))
         elif key.startswith(POOL_PREFIX):
             _set(self.pools, key[len(POOL_PREFIX) :], None if entry is None else PoolRoutes(decode_pool(entry.value)))
         elif key == ROUTING_KEY:
             self.routing = Routing() if entry is None else decode_routing(entry.value)
+
+    def _store_key(self, sha256: str, key: ApiKey | None) -> None:
+        before = self.keys.get(sha256)
+        if before is not None:
+            self.speaks.pop(before.key_id, None)
+        if key is not None:
+            self.speaks[key.key_id] = frozenset(key.tenants)
+        _set(self.keys, sha256, key)
 
     async def wait_key(self, sha256: str, timeout_s: float) -> bool:
         """Whether the key of this hash is known within timeout_s: a key is usable at the router that handed it out."""

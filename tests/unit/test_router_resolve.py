@@ -209,3 +209,15 @@ def test_where_the_secret_is_read_from(authorization: str, x_api_key: str, secre
 def test_no_secret_is_an_error(authorization: str) -> None:
     with pytest.raises(MissingKey):
         secret_of(authorization, "")
+
+
+def test_a_gateways_key_speaks_for_those_it_names_now_and_no_longer_for_those_it_named() -> None:
+    routes = full()
+    names = tuple(f"team{number}" for number in range(2000))
+    for revision, tenants_of_key in enumerate((("sales", *names), ("cs", *names)), 1000):
+        key = state.ApiKey(key_id="k3", label="", tenants=tenants_of_key, gateway=True)
+        routes.apply(state.KEY_PREFIX + sha256(GATEWAY_KEY), Entry(state.encode(key), revision))
+    assert resolve(routes, GATEWAY_KEY, "cs", "help").handle.public_model == "help@1"
+    assert code_of(routes, GATEWAY_KEY, "sales", "tone") == "tenant_not_allowed"
+    routes.apply(state.KEY_PREFIX + sha256(GATEWAY_KEY), None)
+    assert code_of(routes, GATEWAY_KEY, "cs", "help") == "invalid_api_key"

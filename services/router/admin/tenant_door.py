@@ -59,7 +59,7 @@ class TenantDoor:
             return InvalidKey("the admin key is not valid")
         except TenantryError as error:
             return error
-        if tenant not in key.tenants or tenant not in self._table.tenants:
+        if tenant not in self._table.speaks.get(key.key_id, ()) or tenant not in self._table.tenants:
             return NotFound("there is nothing of that name, or this key may not see it")
         try:
             self._crowd.enter(tenant)
