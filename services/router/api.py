@@ -146,7 +146,8 @@ class DataPlane:
             limits = tenant.limits
             if limits.requests_per_minute is not None or limits.tokens_per_minute is not None:
                 tokens = 0 if limits.tokens_per_minute is None else tokens_asked(peeked, path, len(exchange.body), limits, route)
-                exchange.charge = await self._rates.admit(tenant.tenant_id, limits, tokens, exchange.started_s)
+                now_s = asyncio.get_running_loop().time()  # the body may have taken long
+                exchange.charge = await self._rates.admit(tenant.tenant_id, limits, tokens, now_s)
         await self._dispatcher.serve(exchange, lambda answer: deliver(exchange, answer, send))
 
     def _read_head(self, exchange: Exchange, scope: Scope) -> RequestHead:

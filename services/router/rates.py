@@ -104,9 +104,9 @@ class Rates:
         account.lease.settle(charge.minute, self._minute(now_s), charge.tokens, used)
 
     async def run(self) -> None:
-        """Runs until cancelled: blocks ahead of need, and back what is not needed."""
+        """Until `stop`: blocks ahead of need, and back what is not needed."""
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._stopping:
             await asyncio.sleep(_TICK_S)
             try:
                 await self._tend(loop.time())
@@ -199,6 +199,8 @@ class Rates:
     async def _tend(self, now_s: float) -> None:
         for number in [number for number, ask in self._asks.items() if now_s - ask.sent_s > _LOST_S]:
             self._give_up_on(number, now_s)
+        if self._stopping:
+            return
         minute = self._minute(now_s)
         connected = self._dispatcher.bus.connected
         for accounts in self._accounts.values():
