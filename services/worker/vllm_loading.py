@@ -126,7 +126,9 @@ class StockLoading:
             raise LoadFailed("the engine did not take the adapter", reason="refused_by_engine")
         mount_ms = (time.monotonic() - started_s) * 1000.0
         matched: list[str] = await in_worker(self._engine, "tenantry_adapter_modules", request.lora_int_id)
-        unmatched: list[str] = await in_worker(self._engine, "tenantry_unmatched_modules", request.lora_int_id)
+        unlisted: list[str] = await in_worker(self._engine, "tenantry_unmatched_modules", request.lora_int_id)
+        # Of fused experts vLLM keeps the first half's weights under that name too, once they are part of the layer's.
+        unmatched = [name for name in unlisted if name.removesuffix(".base_layer") not in matched]
         if not matched:
             raise LoadFailed("no module of the base matches the adapter's", reason="no_module_matched", unmatched=unmatched[:5])
         if unmatched:
