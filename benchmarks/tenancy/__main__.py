@@ -25,8 +25,9 @@ HOW = {
     "served, whole steps",
     "weights_error": f"{_MODEL}; three tenants of weights 1, 2, 4 keep 64 requests open each (400 in, 100 to 300 out); the largest "
     "relative distance of one's part of the tokens from its weight's",
-    "cpu_engine": "vLLM on this CPU, the demo's base, 32 seats, real time: A keeps 100 requests open (400 in, 50 to 150 out), B sends 24 "
-    "in and 4 out twice a second; steps are counted by the tokens of A's streams; plain: vLLM's own scheduler, nothing governed",
+    "cpu_engine": "vLLM on this CPU, the demo's base, 32 seats, real time: A keeps 100 requests open (400 in, 150 to 450 out), B sends 24 "
+    "in and 4 out twice a second; a shared budget of 32 prompt tokens; steps counted in the scheduler, from a request's arrival there; "
+    "plain: vLLM's own scheduler, nothing governed",
 }
 
 

@@ -2,13 +2,16 @@
 
 import asyncio
 import itertools
+import os
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tenancy.desk import Asked, Desk
-from benchmarks.tenancy.scenarios import Load, background, percentile, quiet_beside, stream_beside
+from benchmarks.tenancy import counting_scheduler
+from benchmarks.tenancy.desk import Desk
+from benchmarks.tenancy.scenarios import Beside, Load, percentile, quiet_beside, stream_beside
 from services.worker.governor import Governor
 from services.worker.vllm_engine import VllmEngine
 from services.worker.vllm_setup import VllmSettings
@@ -18,6 +21,7 @@ from shared.policy.engine_room import EngineShape, shape_of
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 SEATS = 32
 MAX_MODEL_LEN = 1024
+SHARED_PREFILL_TOKENS = 32  # a prompt token costs this engine more of a step than a GPU
 PATIENCE_S = 3600.0
 
 _numbers = itertools.count(1)
@@ -30,25 +34,28 @@ def unseen(tokens: int) -> list[int]:
 
 
 @asynccontextmanager
-async def engine(*, fair: bool) -> AsyncIterator[Desk]:
-    plain = {} if fair else {"scheduler_cls": None, "long_prefill_token_threshold": 0}
-    governor = Governor()
-    made = VllmEngine(
-        VllmSettings(
-            model=str(BASE),
-            cluster_secret=b"bench",
-            max_loras=1,
-            max_lora_rank=8,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=SEATS,
-            engine_args=plain,
-        ),
-        governor,
+async def engine(waits: Path, *, fair: bool) -> AsyncIterator[Desk]:
+    scheduler = f"{counting_scheduler.__name__}.{'fair' if fair else 'plain'}"
+    settings = VllmSettings(
+        model=str(BASE),
+        cluster_secret=b"bench",
+        max_loras=1,
+        max_lora_rank=8,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=SEATS,
+        shared_prefill_tokens=SHARED_PREFILL_TOKENS if fair else 0,
+        engine_args={"scheduler_cls": scheduler},
     )
+    waits.unlink(missing_ok=True)
+    os.environ[counting_scheduler.PATH_VARIABLE] = str(waits)
+    governor = Governor()
+    made = VllmEngine(settings, governor)
     await made.start()
     try:
         limits = made.limits
-        governor.admission.use(limits, shape_of(limits.max_num_seqs, limits.max_batched_tokens) if fair else EngineShape())
+        governor.admission.use(
+            limits, shape_of(limits.max_num_seqs, limits.max_batched_tokens, SHARED_PREFILL_TOKENS) if fair else EngineShape()
+        )
         for tenant in ("a", "b"):
             governor.admission.set_tenant(tenant, TenantLimits(queue_limit=1000, queue_deadline_s=PATIENCE_S), None)
         yield Desk(made, governor)
@@ -56,31 +63,23 @@ async def engine(*, fair: bool) -> AsyncIterator[Desk]:
         await made.stop()
 
 
-def waited_steps(quiet: list[Asked], others: list[Asked]) -> list[float]:
-    """Engine steps between asking and the step of the first token, read off a neighbour's stream: it gets a token in every step."""
-    waits: list[float] = []
-    for asked in quiet:
-        between = [sum(asked.started_s < at_s <= asked.token_s[0] for at_s in other.token_s) for other in others]
-        waits.append(float(max(0, max(between, default=0) - 1)))
-    return waits
-
-
-async def measure(seconds: float) -> dict[str, Any]:
+async def measure(seconds: float, waits_path: Path) -> dict[str, Any]:
     load = Load(
         prompt=unseen,
         flood=100,
         long_prompt=400,
-        long_output=100,
+        long_output=300,
         quiet_prompt=24,
         quiet_output=4,
         quiet_every_s=0.5,
-        warm_up_s=5.0,
+        warm_up_s=8.0,
         measure_s=seconds,
     )
     found: dict[str, Any] = {}
-    async with engine(fair=True) as desk:
+    async with engine(waits_path, fair=True) as desk:
         found["step_tokens"] = desk.engine.limits.max_batched_tokens
-        flooded, waits = await _flooded(desk, load)
+        flooded = await quiet_beside(desk, load, load.flood)
+        waits = _waits(flooded, waits_path)
         held = await quiet_beside(desk, load, SEATS - 1)
         alone = await quiet_beside(desk, load, 0)
         gaps = {
@@ -88,8 +87,9 @@ async def measure(seconds: float) -> dict[str, Any]:
             "beside_decoding_and_long_prompts": await _gaps(desk, load, 4, 4),
             "alone": await _gaps(desk, load, 0, 0),
         }
-    async with engine(fair=False) as desk:
-        plain, plain_waits = await _flooded(desk, load)
+    async with engine(waits_path, fair=False) as desk:
+        plain = await quiet_beside(desk, load, load.flood)
+        plain_waits = _waits(plain, waits_path)
         gaps["plain_beside_decoding_and_long_prompts"] = await _gaps(desk, load, 4, 4)
     ttft = {
         name: percentile([asked.ttft_ms for asked in beside.quiet], 95)
@@ -98,7 +98,9 @@ async def measure(seconds: float) -> dict[str, Any]:
     rate = {"flooded": flooded.rate, "plain": plain.rate}
     return {
         **found,
+        "shared_prefill_tokens": SHARED_PREFILL_TOKENS,
         "quiet_requests": len(flooded.quiet),
+        "quiet_requests_queued": sum(asked.attempt.place.queued_ms > 0 for asked in flooded.quiet),
         "quiet_p95_ttft_ratio": ttft["flooded"] / ttft["held"],
         "quiet_wait_steps_p95": percentile(waits, 95),
         "quiet_wait_steps_p95_plain": percentile(plain_waits, 95),
@@ -110,22 +112,10 @@ async def measure(seconds: float) -> dict[str, Any]:
     }
 
 
-async def _flooded(desk: Desk, load: Load) -> tuple[Any, list[float]]:
-    others: list[Asked] = []
-
-    async def collect() -> None:
-        """Every request that is ever open, A's among them."""
-        seen: set[str] = set()
-        while True:
-            for request_id, asked in desk.open.items():
-                if request_id not in seen and asked.attempt.handle.tenant_id == "a":
-                    seen.add(request_id)
-                    others.append(asked)
-            await asyncio.sleep(0.05)
-
-    async with background(collect()):
-        flooded = await quiet_beside(desk, load, load.flood)
-    return flooded, waited_steps(flooded.quiet, others)
+def _waits(beside: Beside, path: Path) -> list[float]:
+    """Engine steps that B's requests waited for in vLLM's scheduler; none of them waited at the governor where it is fair."""
+    found = counting_scheduler.waits(path)
+    return [float(found[asked.attempt.request_id]) for asked in beside.quiet]
 
 
 async def _gaps(desk: Desk, load: Load, decoding: int, prompts: int) -> float:
@@ -134,4 +124,5 @@ async def _gaps(desk: Desk, load: Load, decoding: int, prompts: int) -> float:
 
 
 def figures(seconds: float = 20.0) -> dict[str, Any]:
-    return asyncio.run(measure(seconds))
+    with tempfile.TemporaryDirectory(prefix="tenantry-bench-") as folder:
+        return asyncio.run(measure(seconds, Path(folder) / "waits"))
