@@ -5,7 +5,6 @@
 
 import argparse
 import asyncio
-import gc
 import hashlib
 import logging
 import random
@@ -47,7 +46,7 @@ from shared.policy.admission import Ask, decide, held_bytes
 from shared.policy.lifecycle import AdapterState
 from shared.policy.mounts import Change
 from shared.policy.placement import slots_held
-from shared.runtime import end
+from shared.runtime import end, freeze_startup_objects
 from tests.integration.registry_rig import Admin
 from tests.integration.test_shares import registries, working
 from tests.share_pool import ShareWorker, Tally, route, watching
@@ -114,8 +113,7 @@ def table_of(values: dict[str, bytes]) -> RouteTable:
 def resolving(table: RouteTable, count: int) -> dict[str, float]:
     chance = random.Random(1)
     asks = [(secret(chance.randrange(TENANTS)), f"adapter{chance.randrange(ADAPTERS)}") for _ in range(count)]
-    gc.collect()
-    gc.freeze()  # as the router does after its start
+    freeze_startup_objects()
     taken: list[float] = []
     for key, model in asks:
         started = perf_counter_ns()
@@ -210,6 +208,7 @@ async def visible(bus: Bus, server: EmbeddedNats, values: dict[str, bytes], roun
             stack.push_async_callback(end, [task])
             await mirror.synced.wait()
             tables.append(table)
+        freeze_startup_objects()
         pool_key = next(key for key in values if key.startswith(state.POOL_PREFIX))
         tenant_key = next(key for key in values if key.startswith(state.TENANT_PREFIX))
         key_key = next(key for key in values if key.startswith(state.KEY_PREFIX))
