@@ -11,7 +11,7 @@ import msgspec
 _SEATS_PER_RESERVED = 32
 _MOST_RESERVED = 8
 _SHARED_PART = 40  # of a step's tokens
-_SHARED_ROUND = 64
+_SHARED_ROUND = 32
 
 
 class Full(Enum):
@@ -29,7 +29,7 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shape_of(seats: int, step_tokens: int, shared_prefill_tokens: int = 0) -> EngineShape:
-    """The reserve is a thirty-second of the seats. The prefill budget, unless given, is a fortieth of a step in whole 64s: with it
+    """The reserve is a thirty-second of the seats. The prefill budget, unless given, is a fortieth of a step in whole 32s: with it
     one tenant's longest prompts lengthen the others' decode steps to less than twice (benchmarks/results/tenancy.json).
     """
     reserved = min(_MOST_RESERVED, max(1, seats // _SEATS_PER_RESERVED)) if seats > 1 else 0

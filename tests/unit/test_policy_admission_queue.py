@@ -242,6 +242,7 @@ def test_a_waiting_request_that_is_withdrawn_takes_nothing_with_it_and_blocks_no
 
 def test_the_shape_follows_from_seats_and_step() -> None:
     assert shape_of(32, 8192) == EngineShape(seats=32, reserved_seats=1, step_tokens=8192, shared_prefill_tokens=192)
+    assert shape_of(32, 2048).shared_prefill_tokens == 32
     assert shape_of(1, 0).reserved_seats == 0
     assert shape_of(256, 8192).reserved_seats == 8
     assert shape_of(32, 8192, 1024).shared_prefill_tokens == 1024
