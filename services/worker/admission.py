@@ -136,8 +136,8 @@ class Admission:
         if not call.shared:
             self._left(call.ask, call.cached, call.output)
 
-    def finish(self, place: Place) -> None:
-        """The attempt is over: nothing of it waits or holds anything. Idempotent."""
+    def finish(self, place: Place, ran_s: float) -> None:
+        """The attempt is over, after so long in the engine: nothing of it waits or holds anything."""
         if place.waiting:
             place.stop_waiting(Cancelled("the request has ended"))
         if not place.firsts:
@@ -146,11 +146,8 @@ class Admission:
             self.queue.leave(call.ask, call.cached, call.output)
         for first in place.firsts:
             self.queue.finish(first)
-        if place.entered_s is not None:
-            ran_s = self._time() - place.entered_s
-            before_s = self._run_s.get(place.tenant_id, ran_s)
-            self._run_s[place.tenant_id] = before_s + (ran_s - before_s) / 8
-            place.entered_s = None
+        before_s = self._run_s.get(place.tenant_id, ran_s)
+        self._run_s[place.tenant_id] = before_s + (ran_s - before_s) / 8
         if self.queue.has_waiting:
             self.pump()
 
@@ -186,17 +183,12 @@ class Admission:
         place.firsts.append(ask)
         if ask.state is AskState.WAITING or ask.followers:
             self.pump()
-        if ask.state is AskState.WAITING:
-            return True
-        if place.entered_s is None:
-            place.entered_s = self._time()
-        return False
+        return ask.state is AskState.WAITING
 
     async def _wait_first(self, place: Place, ask: Ask, limits: TenantLimits) -> None:
         asked_s = self._time()
         await self._wait(place, ask, limits.queue_deadline_s)
-        place.entered_s = self._time()
-        place.queued_ms += (place.entered_s - asked_s) * 1000.0
+        place.queued_ms += (self._time() - asked_s) * 1000.0
 
     async def _enter_together(self, place: Place, ask: Ask, prompts: int, limits: TenantLimits) -> None:
         """Waits for all prompts of the attempt, so that there is one decision; then for this one's turn."""

@@ -33,7 +33,7 @@ class Wave:
 class Place:
     """What one attempt has asked for and what of it waits. Mutable; owned by Admission."""
 
-    __slots__ = ("entered_s", "firsts", "queued_ms", "shared", "tenant_id", "waiting", "wave")
+    __slots__ = ("firsts", "queued_ms", "shared", "tenant_id", "waiting", "wave")
 
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
@@ -41,7 +41,6 @@ class Place:
         self.waiting: list[asyncio.Future[TenantryError | None]] = []
         self.shared: tuple[Call, ...] = ()  # of a beam search, one per prompt
         self.wave: Wave | None = None  # of a request of several prompts
-        self.entered_s: float | None = None
         self.queued_ms = 0.0
 
     def stop_waiting(self, error: TenantryError) -> None:

@@ -87,7 +87,7 @@ class Governor:
         """Idempotent."""
         if self._attempts.pop(attempt.key, None) is None:
             return
-        self.admission.finish(attempt.place)
+        self.admission.finish(attempt.place, attempt.engine_ms / 1000.0)
         tenant_id = attempt.handle.tenant_id
         if self._by_tenant[tenant_id] == 1:
             del self._by_tenant[tenant_id]

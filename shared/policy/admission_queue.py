@@ -75,7 +75,7 @@ class AdmissionQueue:
         short = self._never(line, ask, fit)
         if short is not None:
             return short
-        at_once = not line.waiting and not self.has_waiting and self._short(line, ask, fit) is None
+        at_once = not (line.waiting or self._quiet.keys or self._busy.keys) and self._short(line, ask, fit) is None
         if not at_once and line.waiting_requests >= line.terms.queue_limit:
             return Short(Limit.QUEUE, 1, line.waiting_requests, line.terms.queue_limit)
         self._numbers += 1
@@ -163,7 +163,7 @@ class AdmissionQueue:
 
     def finish(self, first: Ask) -> None:
         """The request is over: whatever is left of it leaves, and it is no more one of its tenant's concurrent ones. Idempotent."""
-        for ask in (first, *first.followers):
+        for ask in (first, *first.followers) if first.followers else (first,):
             if ask.state is not AskState.LEFT:
                 self.leave(ask)
         if first.counted:
@@ -216,7 +216,8 @@ class AdmissionQueue:
         self._claims -= line.claim
         line.claim = 0
         if ask.leads:
-            for one in (ask, *ask.followers):
+            self.ledger.reserve(ask.key, ask.tenant_id, ask.kv_blocks)
+            for one in ask.followers:
                 self.ledger.reserve(one.key, ask.tenant_id, one.kv_blocks)
             ask.counted = True
             line.running += 1
