@@ -64,6 +64,7 @@ class Rates:
         self._asks: dict[str, _Ask] = {}  # by number
         self._returns: dict[tuple[str, str, int], int] = {}  # by counter
         self._number = 0
+        self.lost_blocks = 0  # asks without an answer: what they asked for is nobody's in that minute
         self._stopping = False
         dispatcher.on_side("rate", self._answered)
 
@@ -252,6 +253,7 @@ class Rates:
         if ask.lost:
             return
         ask.lost = True
+        self.lost_blocks += 1
         account = self._accounts[ask.kind].get(ask.tenant_id)
         if account is not None:
             account.lease.lost(ask.minute, now_s)

@@ -124,6 +124,7 @@ class Router:
         gauge("tenantry_requests_active", "Requests inside.", lambda: plane.active)
         gauge("tenantry_usage_waiting", "Outcomes that the usage stream has not confirmed.", lambda: usage.waiting)
         gauge("tenantry_rate_leases", "Budgets of tenants that this router holds a part of.", lambda: rates.leased)
+        gauge("tenantry_rate_blocks_lost", "Blocks of budgets asked for without an answer.", lambda: rates.lost_blocks)
         gauge("tenantry_routes_age_seconds", "Since the routes were last known to be current.", lambda: freshness.age_s(loop.time()))
         gauge("tenantry_registry_down", "1 while the heartbeat stands still.", lambda: float(freshness.doubt is Doubt.REGISTRY_DOWN))
         gauge("tenantry_watch_rebuilds", "Watches made anew.", lambda: self.mirror.rebuilds if self.mirror else 0)

@@ -115,17 +115,20 @@ async def test_requests_beyond_the_minutes_budget_are_refused_with_the_figures_a
     assert len(running.worker.attempts) == 3, "nothing of a refused request reaches a worker"
 
 
-async def test_four_routers_together_let_through_exactly_the_budget(running: Cluster, more: More) -> None:
+async def test_four_routers_together_let_through_the_budget_and_no_more(running: Cluster, more: More) -> None:
     clients = [running.client] + [await more.start() for _ in range(3)]
     await limit(running, *more.routers, requests_per_minute=40)
     minute = await early_in_a_minute(running)
+    clock = running.router.table.clock
     statuses: list[int] = []
-    while statuses.count(200) < 40 and len(statuses) < 2000:
+    while statuses.count(200) < 40 and len(statuses) < 2000 and clock.unix_s() % 60.0 < 55.0:
         statuses += [answer.status_code for answer in await at_once(clients, 40)]
     statuses += [answer.status_code for answer in await at_once(clients, 40)]
-    assert statuses.count(200) == 40
+    assert int(clock.unix_s() // 60) == minute, "the machine stood still: the test says nothing"
     assert set(statuses) == {200, 429}
-    assert len(running.worker.attempts) == 40
+    lost = [router for router in (running.router, *more.routers) if router.rates is not None and router.rates.lost_blocks]
+    assert statuses.count(200) == 40 or (lost and statuses.count(200) < 40)
+    assert len(running.worker.attempts) == statuses.count(200)
     assert await leased(running.registry.bus, REQUESTS, minute) <= 40
 
 
