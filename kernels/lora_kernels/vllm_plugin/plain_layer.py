@@ -27,7 +27,7 @@ def activate_rows(gate_up: torch.Tensor, out: torch.Tensor, activation: Activati
         num_rows,
         N=size,
         GPT_OSS=activation is Activation.GPT_OSS,
-        FAST=FAST_ACTIVATION and gate_up.is_cuda,
+        FAST=FAST_ACTIVATION if gate_up.is_cuda else 0,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         num_warps=4,
