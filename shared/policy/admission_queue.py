@@ -75,9 +75,12 @@ class AdmissionQueue:
         short = self._never(line, ask, fit)
         if short is not None:
             return short
-        at_once = not (line.waiting or self._quiet.keys or self._busy.keys) and self._short(line, ask, fit) is None
+        fits = not line.waiting and self._short(line, ask, fit) is None
+        at_once = fits and not self.has_waiting
         if not at_once and line.waiting_requests >= line.terms.queue_limit:
-            return Short(Limit.QUEUE, 1, line.waiting_requests, line.terms.queue_limit)
+            if not fits or line.seats or not self._may_bypass(ask):  # of a tenant whose requests may not wait at all
+                return Short(Limit.QUEUE, 1, line.waiting_requests, line.terms.queue_limit)
+            at_once = ask.bypassed = True
         self._numbers += 1
         ask.arrival = self._numbers
         if at_once:
@@ -106,7 +109,7 @@ class AdmissionQueue:
             if limit is None and not room_may and ask.leads and self.ledger.draws_on_shared(ask.tenant_id, ask.all_blocks):
                 limit = Limit.ROOM
             if limit is None and not seats_may:
-                ask.bypassed = self.room.bypass + ask.seats <= self.room.shape.reserved_seats
+                ask.bypassed = self._may_bypass(ask)
                 limit = None if ask.bypassed else Limit.SEATS
             if limit is None:
                 heapq.heappop(line.waiting)
@@ -171,6 +174,9 @@ class AdmissionQueue:
             line = self.lines[first.tenant_id]
             line.running -= 1
             self._ready(line)
+
+    def _may_bypass(self, ask: Ask) -> bool:
+        return self.room.bypass + ask.seats <= self.room.shape.reserved_seats
 
     def _fit(self, line: TenantLine, ask: Ask) -> Fit:
         return self.ledger.fit(ask.tenant_id, ask.all_blocks, self._claims - line.claim) if ask.leads else Fit.NOW

@@ -163,6 +163,15 @@ def test_a_full_queue_refuses_at_once_and_only_its_own_tenant() -> None:
     assert queue.offer(ask("b1", "b")) is None
 
 
+def test_a_tenant_whose_requests_may_not_wait_is_let_in_past_a_flood_or_refused_at_once() -> None:
+    queue = made(b=TenantTerms(queue_limit=0))
+    fill(queue, "a", 20)
+    assert offered(queue, ask("b1", "b"))
+    short = queue.offer(ask("b2", "b"))
+    assert short is not None
+    assert (short.limit, short.allowed) == (Limit.QUEUE, 0)
+
+
 def test_a_large_head_is_waited_for_instead_of_being_passed_by_small_ones() -> None:
     queue = made(EngineShape(seats=4))
     running = fill(queue, "a", 4)
@@ -266,9 +275,10 @@ class Queue(RuleBasedStateMachine):
         burst=st.booleans(),
         concurrent=st.none() | st.integers(0, 4),
         weight=st.integers(1, 4),
+        queue_limit=st.sampled_from([0, 3]),
     )
-    def terms_change(self, tenant: str, kv: int | None, burst: bool, concurrent: int | None, weight: int) -> None:
-        self.terms[tenant] = TenantTerms(kv=KvShare(kv, burst), concurrent=concurrent, weight=weight, queue_limit=3)
+    def terms_change(self, tenant: str, kv: int | None, burst: bool, concurrent: int | None, weight: int, queue_limit: int) -> None:
+        self.terms[tenant] = TenantTerms(kv=KvShare(kv, burst), concurrent=concurrent, weight=weight, queue_limit=queue_limit)
         self.queue.set_terms(tenant, self.terms[tenant])
         self.take()
 
