@@ -41,10 +41,15 @@ def test_what_nobody_tuned_gets_the_plain_rule(folder: Path, changes: dict[str, 
     assert tiles_for(shape(4, **changes), CPU) == default_tiles(shape(4, **changes))
 
 
-@pytest.mark.parametrize(("rank", "block"), [(8, 256), (16, 256), (32, 256), (64, 128)])
-def test_ranks_beside_a_tuned_one_get_its_tiles_as_large_as_they_fit(folder: Path, rank: int, block: int) -> None:
+@pytest.mark.parametrize("rank", [8, 16, 32])
+def test_lower_ranks_beside_a_tuned_one_get_its_tiles(folder: Path, rank: int) -> None:
     (folder / file_name("cpu")).write_text(json.dumps({"entries": [entry(4, num_warps=8)]}))
-    assert tiles_for(shape(4, rank=rank), CPU) == Tiles(path="pairs", block=block, num_warps=8)
+    assert tiles_for(shape(4, rank=rank), CPU) == Tiles(path="pairs", block=256, num_warps=8)
+
+
+def test_twice_a_tuned_rank_gets_the_rules_tiles_by_pair(folder: Path) -> None:
+    (folder / file_name("cpu")).write_text(json.dumps({"entries": [entry(4, num_warps=8)]}))
+    assert tiles_for(shape(4, rank=64), CPU) == default_tiles(shape(4, rank=64))
 
 
 def test_an_entry_of_the_rank_itself_goes_before_a_neighbours(folder: Path) -> None:

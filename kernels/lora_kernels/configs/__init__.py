@@ -112,14 +112,17 @@ def _choose(shape: Shape, gpu: str, user_folder: str) -> Tiles:
         ]
         if fitting:
             entry, tiles = min(fitting, key=lambda found: (_distance(found[0], shape), -found[0].rows))  # between two, the larger's
-            return _for_rank(tiles, padded_rank(shape.rank) // padded_rank(entry.rank))
+            return _for_rank(tiles, padded_rank(shape.rank) // padded_rank(entry.rank), default_tiles(shape))
     return default_tiles(shape)
 
 
-def _for_rank(tiles: Tiles, times: int) -> Tiles:
-    """An entry's tiles at a higher rank: a program holds as much as before. At a lower one they are as they were."""
+def _for_rank(tiles: Tiles, times: int, rule: Tiles) -> Tiles:
+    """An entry's tiles at twice its rank: a program holds as much as before, or, by pair, as much as the rule says (22.6 against 29 us
+    for 8 tokens of GPT-OSS at rank 64). At a lower rank they are as they were."""
     if times <= 1 or tiles.block < 32 * times:
         return tiles
+    if tiles.path == rule.path == "pairs":
+        return rule
     return replace(tiles, block=tiles.block // times, steps=tiles.steps * (1 if tiles.path == "pairs" else times))
 
 
