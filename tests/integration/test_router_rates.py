@@ -129,7 +129,11 @@ async def test_four_routers_together_let_through_the_budget_and_no_more(running:
     lost = [router for router in (running.router, *more.routers) if router.rates is not None and router.rates.lost_blocks]
     assert statuses.count(200) == 40 or (lost and statuses.count(200) < 40)
     assert len(running.worker.attempts) == statuses.count(200)
-    assert await leased(running.registry.bus, REQUESTS, minute) <= 40
+
+    async def returned() -> bool:
+        return await leased(running.registry.bus, REQUESTS, minute) <= 40
+
+    await until(returned)  # what was asked for beyond the limit
 
 
 async def test_a_router_that_stops_gives_back_what_it_did_not_use(running: Cluster, more: More) -> None:
