@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.worker.governor import Attempt, Governor, current_attempt
+from services.worker.request_plan import RequestPlan
 from services.worker.vllm_client import GovernedClient, tenant_salt
 from shared.contracts.inference import Handle
 from shared.errors import Cancelled, EngineError, HandleMismatch, InternalError, Overloaded, WorkerLost
@@ -221,6 +222,26 @@ async def test_pooling_is_governed_too() -> None:
     assert desk.attempt.prompt_tokens == 2
     with pytest.raises(HandleMismatch):
         desk.client.encode({"prompt_token_ids": [1, 2]}, None, "embd-2", lora_request=desk.loras["ad_2"])
+
+
+async def test_pooling_of_several_inputs_is_one_decision_and_takes_the_cache_of_prompts_alone() -> None:
+    desk = Desk()
+    desk.attempt.plan = RequestPlan(prompts=2)
+    ledger = desk.governor.admission.queue.ledger
+
+    async def one(number: int) -> int:
+        prompt = {"prompt_token_ids": [1] * 17}
+        held = [ledger.held async for _ in desk.client.encode(prompt, None, f"embd-1-{number}")]
+        return held[0]
+
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(one(0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert desk.engine.calls == []
+        second = group.create_task(one(1))
+    assert max(first.result(), second.result()) == 4
+    assert (ledger.held, desk.attempt.prompt_tokens) == (0, 34)
 
 
 async def test_what_an_application_leaves_behind_is_aborted_when_its_call_ends_and_nothing_more_starts() -> None:
