@@ -20,7 +20,8 @@ from lora_kernels.configs import FOLDER_VARIABLE, ConfigError, bits, file_name, 
 from lora_kernels.moe_prefill.plan import PrefillPlan, plan_prefill
 
 NEAR = 1.5
-"""Powers of two by which tokens and adapters together may differ from an entry's: farther away the rule knows better."""
+"""Powers of two by which tokens, and adapters counted double, may differ from an entry's: farther away the rule knows better. Twice
+the tokens of an adapter fill twice the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,8 @@ def _choose(shape: LayerShape, gpu: str, user_folder: str) -> PrefillPlan:
 
 
 def _distance(entry: LayerShape, shape: LayerShape) -> float:
-    pairs = ((entry.num_tokens, shape.num_tokens), (entry.num_adapters, shape.num_adapters))
-    return sum(abs(math.log2(max(one, 1) / max(other, 1))) for one, other in pairs)
+    pairs = ((1, entry.num_tokens, shape.num_tokens), (2, entry.num_adapters, shape.num_adapters))
+    return sum(weight * abs(math.log2(max(one, 1) / max(other, 1))) for weight, one, other in pairs)
 
 
 @functools.lru_cache(maxsize=32)

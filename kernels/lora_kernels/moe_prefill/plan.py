@@ -96,7 +96,7 @@ def plan_prefill(
         add_down=Tiles(
             block_m=narrow_m,
             block_n=128 if wide_down else block_n,
-            parts=1 if wide_down else _parts(num_narrow_tiles // 2, hidden_size, block_n, most=3),
+            parts=1 if wide_down else _fitting(hidden_size, block_n, most=3)[-1],
             num_warps=8 if wide_down else 4,
             num_stages=3,
         ),
@@ -105,9 +105,13 @@ def plan_prefill(
 
 
 def _parts(num_tiles: int, size: int, block: int, *, most: int) -> int:
-    steps = -(-size // block)
-    fitting = [parts for parts in range(1, most + 1) if steps % parts == 0]
+    fitting = _fitting(size, block, most=most)
     return next((parts for parts in fitting if parts * num_tiles >= PROGRAMS_WANTED), fitting[-1])
+
+
+def _fitting(size: int, block: int, *, most: int) -> list[int]:
+    steps = -(-size // block)
+    return [parts for parts in range(1, most + 1) if steps % parts == 0]
 
 
 def _ring(num_tokens: int, top_k: int, num_adapters: int, num_experts: int, block_m: int, rank: int) -> SumTiles | None:
