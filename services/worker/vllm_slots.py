@@ -218,9 +218,10 @@ class SlotLoader:
         return _sums(self._slot(slot))
 
     def _zero(self, slot: int) -> list[int]:
-        torch._foreach_zero_(self._slot(slot))  # pyright: ignore[reportPrivateImportUsage]
+        words = [target.view(torch.int32) for target in self._slot(slot)]
+        torch._foreach_zero_(words)  # pyright: ignore[reportPrivateImportUsage]
         _wait(self._mark())
-        return [int(found) for found in torch.stack([target.any() for target in self._slot(slot)]).cpu()]
+        return [int(found) for found in torch.stack([target.any() for target in words]).cpu()]
 
     def _mark(self) -> Any:
         """What the stream has to do up to here; None where there is no stream."""
