@@ -29,7 +29,6 @@ def test_layers_with_a_window_keep_no_more_than_the_window_and_a_step() -> None:
     assert layout.blocks(1000, 24, 2) == 2 * (64 + 11)
 
 
-
 def test_a_tenant_holds_its_share_and_not_a_block_more() -> None:
     book = ledger(a=KvShare(10))
     assert book.fit("a", 10) is Fit.NOW
