@@ -73,10 +73,11 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize(("shared", "pairs_a_call"), [(False, 4096), (True, 4096), (False, 10)], ids=["apart", "shared", "in parts"])
 def test_both_expert_projections_get_the_update_of_each_tokens_own_adapter(
-    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, slices: int, shared: bool
+    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, monkeypatch: pytest.MonkeyPatch, slices: int, shared: bool, pairs_a_call: int
 ) -> None:
+    monkeypatch.setattr(gpu_wrapper, "MOST_PAIRS_A_CALL", pairs_a_call)
     ids, weights = routing(random)
     x, y = random(TOKENS, HIDDEN), random(TOKENS, TOP_K, 2 * INTERMEDIATE)
     a = tuple(random(SLOTS, 1 if shared else EXPERTS, RANK, HIDDEN) for _ in range(slices))

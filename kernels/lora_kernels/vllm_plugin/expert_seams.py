@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 from lora_kernels.configs.plans import LayerShape, plan_for
 from lora_kernels.moe_path import PREFILL_FROM_TOKENS, choose_path
 from lora_kernels.moe_prefill import Activation, ExpertLora, PrefillPlan, combine, expand_activate, group_tokens, shrink
-from lora_kernels.vllm_plugin.gpu_wrapper import MOST_DECODE_PAIRS, local_ids, tell_once, unshared
+from lora_kernels.vllm_plugin.gpu_wrapper import local_ids, tell_once, unshared
 from lora_kernels.vllm_plugin.plain_layer import activate_rows, sum_rows
 from lora_kernels.work_list import WorkList, build_work_list
 
@@ -134,10 +134,6 @@ def layer_shape(context: MoELoRAContext, lora: ExpertLora, topk_ids: torch.Tenso
     )
 
 
-def _is_fused(shape: LayerShape) -> bool:
-    return shape.num_tokens * shape.top_k > MOST_DECODE_PAIRS or choose_path(shape) == "prefill"
-
-
 def fused_lora(context: MoELoRAContext, activation: Activation | None) -> ExpertLora | None:
     """The layer's adapters as the fused kernels take them; None, with one log line, where they cannot."""
     if context.fully_sharded or activation is None or activation.num_slices != len(context.w13_lora_a_stacked):
@@ -194,7 +190,7 @@ class SeamExperts(LoRAExpertsMixin):
         )
         if lora_context.punica_wrapper.no_adapter_here(lora_context.local_token_lora_mapping):
             return NOTHING
-        if fused is not None and _is_fused(layer_shape(lora_context, fused, topk_ids)):
+        if fused is not None and choose_path(layer_shape(lora_context, fused, topk_ids)) == "prefill":
             try:
                 self._step = begin(lora_context, fused, x, topk_ids, topk_weights, expert_map)
             except ValueError as error:

@@ -5,6 +5,7 @@ fully sharded layers. In a step, or a captured graph, without adapters no LoRA k
 """
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from lora_kernels.dense_lora import TokenList, dense_lora_, needs_token_list
 from lora_kernels.launch import Overlap
 from lora_kernels.moe_lora import Routing, moe_lora_
+from lora_kernels.pair_groups.op import MOST_PAIRS
 from lora_kernels.vllm_plugin.step_tables import NO_SLOT, StepTables, slots_of
 
 log = logging.getLogger(__name__)
 
-MOST_DECODE_PAIRS = 4096
-"""(token, expert) pairs up to which the decode kernels serve; above, those of prefill or vLLM's own."""
+MOST_PAIRS_A_CALL = MOST_PAIRS
+"""(token, expert) pairs that the decode kernels group at a time: a longer batch whose layer has no fused path goes in parts."""
 
 _wrappers: list["GpuLoraWrapper"] = []
 _told: set[str] = set()
@@ -30,6 +32,42 @@ def tell_once(message: str) -> None:
     if message not in _told:
         _told.add(message)
         log.warning(message)
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """A layer's routing for w13 and w2, in runs of tokens that one call takes."""
+
+    parts: list[tuple[slice, Routing]]
+
+    @classmethod
+    def of(
+        cls, token_slots: torch.Tensor, topk_ids: torch.Tensor, *, num_slots: int, num_experts: int, slot_enabled: torch.Tensor
+    ) -> "RoutedTokens":
+        num_tokens, top_k = topk_ids.shape
+        most = max(1, MOST_PAIRS_A_CALL // top_k)
+        runs = [slice(first, min(first + most, num_tokens)) for first in range(0, num_tokens, most)]
+        layer = {"num_slots": num_slots, "num_experts": num_experts, "slot_enabled": slot_enabled}
+        return cls([(run, Routing(token_slots=token_slots[run], topk_ids=topk_ids[run], **layer)) for run in runs])
+
+    def add_lora_(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        lora_a: tuple[torch.Tensor, ...],
+        lora_b: tuple[torch.Tensor, ...],
+        *,
+        topk_weights: torch.Tensor | None = None,
+    ) -> None:
+        """out: [num_tokens, top_k, N]. x: a row for each token (w13) or each pair (w2).
+
+        :raises ValueError: an argument does not fit; nothing is written then.
+        """
+        rows_a_token = len(x) // max(len(out), 1)
+        for run, routing in self.parts:
+            rows = x[run.start * rows_a_token : run.stop * rows_a_token]
+            weights = None if topk_weights is None else topk_weights[run]
+            moe_lora_(out[run], rows, lora_a, lora_b, routing, topk_weights=weights, overlap=Overlap.IDS_SETTLED)
 
 
 class GpuLoraWrapper(PunicaWrapperGPU):
@@ -118,22 +156,18 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         where our kernels serve, else vLLM's sorted ids."""
         if self.no_adapter_here(token_lora_mapping):
             return None, None, None, None
-        reason = _not_ours(topk_ids, fully_sharded=fully_sharded, add_inputs=add_inputs)
+        reason = _not_ours(fully_sharded=fully_sharded, add_inputs=add_inputs)
         if reason is None:
-            routing = Routing(
-                token_slots=self.token_slots(num_tokens) if token_lora_mapping is None else token_lora_mapping[:num_tokens],
-                topk_ids=local_ids(topk_ids, expert_map),
-                num_slots=max_loras,
-                num_experts=local_num_experts,
-                slot_enabled=adapter_enabled,
-            )
+            slots = self.token_slots(num_tokens) if token_lora_mapping is None else token_lora_mapping[:num_tokens]
+            counts = {"num_slots": max_loras, "num_experts": local_num_experts}
+            routed = RoutedTokens.of(slots, local_ids(topk_ids, expert_map), slot_enabled=adapter_enabled, **counts)
             try:
                 out = y.view(num_tokens, top_k_num, y.shape[-1])
-                moe_lora_(out, x, unshared(lora_a_stacked), lora_b_stacked, routing, overlap=Overlap.IDS_SETTLED)
+                routed.add_lora_(out, x, unshared(lora_a_stacked), lora_b_stacked)
             except ValueError as error:
                 reason = str(error)
             else:
-                return routing, None, None, token_lora_mapping
+                return routed, None, None, token_lora_mapping
         tell_once(f"an expert layer is served by vLLM's own LoRA kernels: {reason}")
         return super().add_lora_w13(
             y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights, expert_map, w1, w2, num_tokens, top_k_num, max_loras,
@@ -167,10 +201,9 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         """Adds, times the router's weights, to y, [num_tokens, top_k, H], before the sum over choices."""
         if self.no_adapter_here(token_lora_mapping):
             return
-        if isinstance(sorted_token_ids_lora, Routing):
+        if isinstance(sorted_token_ids_lora, RoutedTokens):
             out = y.view(num_tokens, top_k_num, y.shape[-1])
-            a, b, routing = lora_a_stacked, unshared(lora_b_stacked), sorted_token_ids_lora
-            moe_lora_(out, x, a, b, routing, topk_weights=topk_weights, overlap=Overlap.IDS_SETTLED)
+            sorted_token_ids_lora.add_lora_(out, x, lora_a_stacked, unshared(lora_b_stacked), topk_weights=topk_weights)
             return
         super().add_lora_w2(
             y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora, expert_ids_lora,
@@ -195,13 +228,11 @@ def unshared(stacks: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(stack[:, :1] if stack.stride(1) == 0 else stack for stack in stacks)
 
 
-def _not_ours(topk_ids: torch.Tensor, *, fully_sharded: bool, add_inputs: bool) -> str | None:
+def _not_ours(*, fully_sharded: bool, add_inputs: bool) -> str | None:
     if fully_sharded:
         return "fully sharded adapters"
     if not add_inputs:
         return "the update apart from the base (a second stream)"
-    if topk_ids.numel() > MOST_DECODE_PAIRS:
-        return f"more than {MOST_DECODE_PAIRS} (token, expert) pairs"
     return None
 
 

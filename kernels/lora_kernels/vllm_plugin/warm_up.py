@@ -8,7 +8,7 @@ import torch
 from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-from lora_kernels.vllm_plugin.gpu_wrapper import MOST_DECODE_PAIRS, GpuLoraWrapper
+from lora_kernels.vllm_plugin.gpu_wrapper import GpuLoraWrapper
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
@@ -65,7 +65,7 @@ def _run(layer: Any, wrapper: GpuLoraWrapper, num_tokens: int) -> None:
 def _run_experts(layer: FusedMoEWithLoRA, num_tokens: int) -> None:
     experts = layer._moe_kernel.fused_experts
     context = experts._lora_context
-    if context.fully_sharded or (num_tokens * context.top_k > MOST_DECODE_PAIRS and getattr(experts, "_fused", None) is None):
+    if context.fully_sharded:
         return  # vLLM's own kernels serve
     a, b = context.w13_lora_a_stacked[0], context.w2_lora_b_stacked[0]
     new = {"dtype": a.dtype, "device": a.device}
