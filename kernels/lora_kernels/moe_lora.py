@@ -80,9 +80,12 @@ def moe_lora_(
 def decode_tiles(
     out: torch.Tensor, x: torch.Tensor, lora_a: Sequence[torch.Tensor], lora_b: Sequence[torch.Tensor], routing: Routing
 ) -> tuple[Tiles, Tiles]:
-    """Tuned or default tiles of the shrink and the expand; by pair where there are too many pairs or cells to group."""
+    """Tuned or default tiles of the shrink and the expand; by pair where there are too many pairs or cells to group.
+
+    Groups are looked for in all cells: where fewer than half as many pairs are, most programs would find none.
+    """
     rows, adapters, rank = routing.topk_ids.numel(), routing.num_slots, lora_a[0].shape[2]
-    can = can_group(rows, num_slots=adapters, num_experts=routing.num_experts)
+    can = can_group(rows, num_slots=adapters, num_experts=routing.num_experts) and 2 * rows >= adapters * routing.num_experts
     chosen = []
     for op, like, width, slices in (("moe_shrink", x, x.shape[-1], len(lora_a)), ("moe_expand", out, out.shape[-1], len(lora_b))):
         shape = {"rank": rank, "width": width, "slices": slices, "adapters": adapters}

@@ -12,7 +12,7 @@ from lora_kernels.launch import Overlap, can_overlap
 from lora_kernels.moe_expand import moe_expand_
 from lora_kernels.moe_expand.kernel import expand_groups_kernel, expand_pairs_kernel
 from lora_kernels.moe_expand.reference import moe_expand_reference
-from lora_kernels.moe_lora import Routing, moe_lora_
+from lora_kernels.moe_lora import Routing, decode_tiles, moe_lora_
 from lora_kernels.moe_shrink import moe_shrink
 from lora_kernels.moe_shrink.kernel import shrink_groups_kernel, shrink_pairs_kernel
 from lora_kernels.moe_shrink.reference import moe_shrink_reference
@@ -235,6 +235,14 @@ def test_a_layer_of_two_projections_shares_its_groups(tiles: tuple[Tiles, Tiles]
         moe_lora_(out2, batch2.x, weights2.a, weights2.b, routing, topk_weights=batch2.topk_weights, tiles=tiles, overlap=overlap)
         check(out, batch, weights)
         check(out2, batch2, weights2, weighted=True)
+
+
+@pytest.mark.parametrize(("slots", "path"), [(8, "groups"), (64, "pairs")])
+def test_pairs_are_grouped_where_they_are_many_beside_the_cells(slots: int, path: str) -> None:
+    topk_ids = torch.zeros(256, 4, dtype=torch.int32, device=DEVICE)
+    routing = Routing(token_slots=topk_ids[:, 0].contiguous(), topk_ids=topk_ids, num_slots=slots, num_experts=40)
+    a, b, x, out = (torch.zeros(*shape, device=DEVICE) for shape in ((1, 1, 16, 96), (1, 1, 96, 16), (256, 96), (256, 4, 96)))
+    assert [tiles.path for tiles in decode_tiles(out, x, [a], [b], routing)] == [path, path]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")

@@ -148,9 +148,9 @@ def default_tiles(shape: Shape) -> Tiles:
         return _dense_tiles(shape)
     rank = padded_rank(shape.rank)
     if shape.rows >= 1024:
-        block, warps, stages = 64 if rank <= 128 else 32, 2 if rank <= 32 else 4, 4 if rank <= 32 else 3
-        steps = (320 if shape.op.endswith("expand") else 576) // block
-        return Tiles(path="groups", block=block, steps=_even_steps(shape, block, steps), num_warps=warps, stages=stages)
+        block, stages = 64 if rank <= 128 else 32, 4 if rank <= 32 else 3
+        steps = (192 if shape.op.endswith("expand") else 576) // block
+        return Tiles(path="groups", block=block, steps=_even_steps(shape, block, steps), num_warps=2, stages=stages)
     if shape.op.endswith("expand"):
         return Tiles(path="pairs", block=max(16, min(256, 8192 // rank)))
     block = 64 if rank <= 128 else 32

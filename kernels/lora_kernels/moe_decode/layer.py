@@ -123,7 +123,7 @@ def expand_sum(
     out = torch.empty(num_tokens, width, dtype=base.dtype, device=base.device)
     if num_pairs == 0:
         return out
-    tiles = tiles or Tiles(path="pairs", block=max(16, min(128, 4096 // padded_rank(rank))))
+    tiles = tiles or Tiles(path="pairs", block=max(16, min(64, 2048 // padded_rank(rank))))
     blocks = triton.cdiv(width, tiles.block)
     check("lora_b", f"at most {GRID_LIMIT} blocks", f"{blocks}", holds=blocks <= GRID_LIMIT)
     overlap = overlap_on(base.device, overlap)

@@ -1,7 +1,7 @@
 """out += w * B h for (token, expert) pairs, in Triton, by pair or by group of pairs that share a cell.
 
 h arrives as moe_shrink's float32 partials `[splits, num_pairs, slices, R_PAD]`, summed here in the order of the splits. One
-launch serves all slices: their blocks of N stand side by side in the grid, N of its own each.
+launch serves all slices: their blocks of N stand side by side in the grid, N of its own each. Groups are taken as (B h^T)^T.
 """
 
 # ruff: noqa: SIM102, SIM108 (in Triton a branch on a constant stands alone)
@@ -162,7 +162,7 @@ def expand_rows(
 ):
     """Up to ROWS output rows against STEPS tiles [BLOCK_N, R] of B: only members are read and written."""
     r = tl.arange(0, R_PAD)
-    row = out_ptr + rows.to(tl.int64)[:, None] * OUT_WIDTH + column
+    row = out_ptr + rows.to(tl.int64)[None, :] * OUT_WIDTH + column
     if HAS_WEIGHTS:
         weight = tl.load(weights_ptr + rows, mask=members, other=0.0).to(tl.float32)
     if PDL == 2:
@@ -170,31 +170,31 @@ def expand_rows(
     if PDL > 0:
         gdc_launch_dependents()
     at = (rows.to(tl.int64) * SLICES + piece) * R_PAD
-    from_ = partials_ptr + at[:, None] + r[None, :]
+    from_ = partials_ptr + at[None, :] + r[:, None]
     a_split = num_rows.to(tl.int64) * (SLICES * R_PAD)
     parts = ()
     for split in tl.static_range(SPLITS_PAD):  # all of them under way before the first is added
-        there = members[:, None] & (r < rank)[None, :] & (split < splits)
+        there = members[None, :] & (r < rank)[:, None] & (split < splits)
         parts += (tl.load(from_ + split * a_split, mask=there, other=0.0),)
-    h = tl.zeros((ROWS, R_PAD), tl.float32)
+    h = tl.zeros((R_PAD, ROWS), tl.float32)
     for split in tl.static_range(SPLITS_PAD):
         h += parts[split]
     if HAS_WEIGHTS:
-        h = h * weight[:, None]
+        h = h * weight[None, :]
     # h in two pieces of the weights' dtype: the product keeps float32's precision for one more dot.
     high = h.to(out_ptr.dtype.element_ty)
     low = (h - high.to(tl.float32)).to(out_ptr.dtype.element_ty)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         n = first + step * BLOCK_N + tl.arange(0, BLOCK_N)
         b = load_b(b_ptr, n, rank, width, R, R_PAD, EVEN_N, HAS_RANKS)
-        inside = members[:, None]
+        inside = members[None, :]
         if not EVEN_N:
-            inside = inside & (n < width)[None, :]
-        old = tl.load(row + n[None, :], mask=inside, other=0.0)
-        delta = tl.dot(high, tl.trans(b), input_precision="ieee")
+            inside = inside & (n < width)[:, None]
+        old = tl.load(row + n[:, None], mask=inside, other=0.0)
+        delta = tl.dot(b, high, input_precision="ieee")
         if b.dtype != tl.float32:
-            delta = tl.dot(low, tl.trans(b), delta, input_precision="ieee")
-        tl.store(row + n[None, :], (old.to(tl.float32) + delta).to(out_ptr.dtype.element_ty), mask=inside)
+            delta = tl.dot(b, low, delta, input_precision="ieee")
+        tl.store(row + n[:, None], (old.to(tl.float32) + delta).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "splits"])

@@ -1,7 +1,8 @@
 """h = A x for (token, expert) pairs: float32 partials over K, in Triton, by pair or by group of pairs that share a cell.
 
 Partials are `[splits, num_pairs, slices, R_PAD]`: no atomics, moe_expand sums the splits in their order. `PDL` is an
-`Overlap`; the waits stand behind it because the interpreter has none.
+`Overlap`; the waits stand behind it because the interpreter has none. Groups are taken as h^T = A x^T: matrix units take 16 rows
+of A as they lie and 8 pairs, where x A^T would take 16 pairs and turn A.
 """
 
 # ruff: noqa: SIM102, SIM108 (in Triton a branch on a constant stands alone)
@@ -177,24 +178,24 @@ def shrink_rows(
     HAS_RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Up to ROWS rows of x against one A, STEPS blocks of K of it: only members are read and written."""
+    """Up to ROWS rows of x against STEPS blocks of K of one A: only members are read and written."""
     EVEN_K: tl.constexpr = K % (BLOCK_K * STEPS) == 0
     r = tl.arange(0, R_PAD)
-    x_tile = x_ptr + x_rows.to(tl.int64)[:, None] * K
-    total = tl.zeros((ROWS, R_PAD), tl.float32)
+    x_tile = x_ptr + x_rows.to(tl.int64)[None, :] * K
+    total = tl.zeros((R_PAD, ROWS), tl.float32)
     if PDL == 2:
         gdc_wait()
         gdc_launch_dependents()
     for step in tl.range(0, STEPS, num_stages=STAGES):
         k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
         if EVEN_K:
-            x = tl.load(x_tile + k[None, :], mask=members[:, None], other=0.0)
+            x = tl.load(x_tile + k[:, None], mask=members[None, :], other=0.0)
         else:
-            x = tl.load(x_tile + k[None, :], mask=members[:, None] & (k < K)[None, :], other=0.0)
+            x = tl.load(x_tile + k[:, None], mask=members[None, :] & (k < K)[:, None], other=0.0)
         a = load_a(a_ptr, k, rank, K, R, R_PAD, EVEN_K, HAS_RANKS)
-        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+        total = tl.dot(a, x, total, input_precision="ieee")
     to = ((split.to(tl.int64) * num_rows + out_rows) * SLICES + piece) * R_PAD
-    tl.store(partials_ptr + to[:, None] + r[None, :], total, mask=members[:, None] & (r < R_PAD)[None, :])
+    tl.store(partials_ptr + to[None, :] + r[:, None], total, mask=members[None, :] & (r < R_PAD)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

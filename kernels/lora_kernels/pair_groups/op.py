@@ -9,9 +9,10 @@ from lora_kernels.arguments import IDS, check, check_tensor, check_values
 from lora_kernels.launch import Overlap, launch_options, overlap_on
 from lora_kernels.pair_groups.kernel import group_pairs_kernel
 
-GROUP = 16
-"""Most pairs of a group: the rows one tl.dot takes at least."""
+GROUP = 8
+"""Most pairs of a group: the columns of one matrix instruction."""
 FEWEST_PLACES = 256
+"""Smaller batches are sorted as if they had so many pairs: one compilation for them."""
 PROGRAMS = 128
 """Of a launch: each places an equal share of the pairs and clears one of the cells."""
 MOST_PAIRS = 4096
