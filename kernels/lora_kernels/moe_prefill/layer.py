@@ -17,7 +17,7 @@ from lora_kernels.moe_prefill.shrink import shrink_kernel
 from lora_kernels.moe_prefill.weights import ExpertLora, strides
 from lora_kernels.work_list import WorkList, build_work_list
 
-FAST_ACTIVATION = 2
+FAST_ACTIVATION = True
 
 
 def shrink(x: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan) -> torch.Tensor:
@@ -111,7 +111,7 @@ def expand_activate(
             SPLITS=plan.shrink.parts,
             PARTS=tiles.parts,
             GPT_OSS=lora.activation is Activation.GPT_OSS,
-            FAST=FAST_ACTIVATION if gate_up.is_cuda else 0,
+            FAST=FAST_ACTIVATION and gate_up.is_cuda,
             LIST_BLOCK=work.block_m,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
