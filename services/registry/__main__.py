@@ -27,7 +27,7 @@ from services.registry.stored import StoredLedger
 from services.registry.tenants import TenantService
 from services.registry.uploads import UploadRecords
 from services.registry.workers import WorkerService
-from services.registry.workspace import emptied
+from services.registry.workspace import PREFIX, emptied
 from shared.bus import Bus, connect_with_patience, settings_from
 from shared.runtime import Stop, end, run_service
 
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
     """Runs until `stop` is set."""
     registry_id = settings.registry_id or f"registry-{ULID()}"
-    folder = Path(settings.work_dir or tempfile.gettempdir()) / f"tenantry-{registry_id}"
+    folder = Path(settings.work_dir or tempfile.gettempdir()) / (PREFIX + registry_id)
     store = await open_store(bus)
     mounting = Mounting(store)
     matrix = MatrixService(store)

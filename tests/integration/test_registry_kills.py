@@ -284,7 +284,7 @@ async def test_two_registries_at_once_give_no_room_twice(cluster: tuple[Admin, l
         assert all(isinstance(error, QuotaExceeded | NoFreeSlot) for error in refusals)
 
 
-async def test_a_registry_told_to_stop_ends_cleanly_and_its_folder_is_empty(
+async def test_a_registry_told_to_stop_ends_cleanly_and_its_folder_is_gone(
     cluster: tuple[Admin, list[RegistryProcess]], tmp_path: Path
 ) -> None:
     manager, (registry, _) = cluster
@@ -292,6 +292,5 @@ async def test_a_registry_told_to_stop_ends_cleanly_and_its_folder_is_empty(
     async with obeying(FakeWorker(manager.bus)):
         await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
         assert await registry.end(signal.SIGTERM) == 0
-        (work,) = (tmp_path / "one").glob("tenantry-*")
-        assert list(work.iterdir()) == []
+        assert list((tmp_path / "one").iterdir()) == []
     assert BASE.identity in msgspec.json.encode(await manager.pool()).decode()

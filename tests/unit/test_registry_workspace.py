@@ -17,7 +17,7 @@ def test_it_is_ours_alone_and_empty_before_and_after(tmp_path: Path) -> None:
         assert list(made.iterdir()) == []
         assert made.stat().st_mode & 0o777 == 0o700
         (made / "new").write_bytes(b"1")
-    assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_in_its_place_is_refused_and_what_it_points_to_is_left(tmp_path: Path) -> None:
@@ -28,3 +28,27 @@ def test_a_link_in_its_place_is_refused_and_what_it_points_to_is_left(tmp_path: 
     with pytest.raises(StartFailed, match="link"), emptied(tmp_path / "work"):
         raise AssertionError("never entered")
     assert (elsewhere / "precious").exists()
+
+
+def test_what_a_killed_registry_left_goes_and_a_living_ones_stays(tmp_path: Path) -> None:
+    killed = tmp_path / "tenantry-killed"
+    killed.mkdir()
+    (killed / "upload").write_bytes(b"1")
+    (tmp_path / "tenantry-killed.lock").touch()
+    strange = tmp_path / "tenantry-somebody-elses"
+    strange.mkdir()
+    with emptied(tmp_path / "tenantry-living") as living:
+        (living / "upload").write_bytes(b"1")
+        with emptied(tmp_path / "tenantry-new"):
+            assert not killed.exists()
+            assert (living / "upload").exists()
+            assert strange.exists()
+    assert list(tmp_path.iterdir()) == [strange]
+
+
+def test_two_registries_of_one_name_cannot_share_it(tmp_path: Path) -> None:
+    with emptied(tmp_path / "tenantry-one") as first:
+        (first / "upload").write_bytes(b"1")
+        with pytest.raises(StartFailed, match="another registry"), emptied(tmp_path / "tenantry-one"):
+            raise AssertionError("never entered")
+        assert (first / "upload").exists()
