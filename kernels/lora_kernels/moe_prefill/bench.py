@@ -1,13 +1,10 @@
-"""Prefill of expert layers on random weights, activations and routing, on a GPU.
+"""Prefill of expert layers on random weights, activations and routing, on a GPU: what the benchmark times and the search tunes.
 
-Counted on both sides: list (or align), shrink, expand, activation, w2 shrink and expand, the sum over choices. Chains of
-`LAYERS` layers are captured in a graph and replayed; each layer has weights and activations of its own, so nothing is
-warm in the L2 cache; medians. Tokens of one adapter lie together, as requests do.
+Chains of `LAYERS` layers, each with weights and activations of its own, so that nothing is warm in the L2 cache. Tokens of one adapter lie
+together, as requests do.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -20,7 +17,6 @@ from lora_kernels.moe_prefill.weights import ExpertLora
 from lora_kernels.work_list import build_work_list
 
 LAYERS = 4
-REPLAYS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,23 +136,3 @@ def floor_bytes(layer: LayerTensors, model: Model) -> int:
     weights = sum(stack.shape[2] * stack.shape[3] for stack in stacks) * cells
     activations = 2 * layer.x.numel() + layer.gate_up.numel() * 3 // 2 + layer.down.numel()
     return 2 * (weights + activations)
-
-
-def microseconds_per_layer(launch: Callable[[], object], *, layers: int = LAYERS) -> float:
-    """Median over graph replays of one captured chain, divided by its layers."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / layers)
-    return round(median(times), 2)
