@@ -9,6 +9,7 @@ from shared.errors import InvalidRequest
 _BYTES_PER_TOKEN = 4
 _ASSUMED_OUTPUT_TOKENS = 256  # where neither the request nor its tenant says; what it takes in the end is settled
 _BOUNDS = {"max_tokens": (0, 2**31), "max_completion_tokens": (0, 2**31), "max_output_tokens": (0, 2**31), "n": (1, 16_384)}
+_SHOWN = 10**18
 _WITHOUT_OUTPUT = frozenset({"/v1/embeddings", "/v1/tokenize"})
 
 Number = int | float | None
@@ -47,7 +48,8 @@ def _check(found: Peek) -> None:
     for name, (lowest, highest) in _BOUNDS.items():
         value: Number = getattr(found, name)
         if value is not None and not lowest <= value <= highest:
-            raise InvalidRequest(f"{name} is {value:g}: expected {lowest} to {highest}", param=name)
+            given = f"{value:g}" if abs(value) < _SHOWN else "out of all bounds"  # a whole number may have thousands of digits
+            raise InvalidRequest(f"{name} is {given}: expected {lowest} to {highest}", param=name)
 
 
 def tokens_asked(found: Peek, path: str, body_bytes: int, limits: TenantLimits, route: Route) -> int:

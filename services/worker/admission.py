@@ -73,6 +73,13 @@ class Admission:
         self.tenants.add(tenant_id, limits)
         self.pump()
 
+    def forget_tenant(self, tenant_id: str) -> None:
+        """It is deleted: what it was guaranteed is everybody's again, what it has in the engine runs to its end."""
+        self.queue.set_terms(tenant_id, TenantTerms())
+        self.tenants.forget(tenant_id)
+        self._run_s.pop(tenant_id, None)
+        self.pump()
+
     async def admit(
         self,
         place: Place,

@@ -3,6 +3,7 @@
 Pure. Quotas are the governor's; what a field means is the engine's.
 """
 
+import re
 from functools import lru_cache
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import msgspec
 
 from services.worker.request_content import check_content
 from services.worker.request_plan import RequestPlan, plan_of
-from services.worker.request_shape import MAX_DEPTH, check_shape
+from services.worker.request_shape import MAX_DEPTH, check_numbers, check_shape
 from shared.contracts.inference import Handle
 from shared.errors import BodyTooLarge, EndpointNotSupported, FieldNotAllowed, InvalidRequest
 
@@ -165,7 +166,10 @@ _BOUNDS = {
     "min_tokens": (0, MAX_TOKENS),
     "truncate_prompt_tokens": (-1, MAX_TOKENS),
     "thinking_token_budget": (-1, MAX_TOKENS),
+    "top_k": (-1, MAX_TOKENS),
 }
+
+_LONG_NUMBER = re.compile(rb"\d{19}")  # in a text, perhaps
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
@@ -237,6 +241,8 @@ def _parse(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("the body must be a JSON object")
     fields = cast("dict[str, Any]", parsed)
     check_shape(fields)
+    if _LONG_NUMBER.search(body):
+        check_numbers(fields)
     return fields
 
 

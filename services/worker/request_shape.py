@@ -41,6 +41,20 @@ def check_shape(fields: dict[str, Any]) -> None:
     raise InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
+def check_numbers(fields: dict[str, Any]) -> None:
+    """:raises InvalidRequest: a whole number that does not fit 64 bits; nothing behind us can carry it."""
+    for name, value in fields.items():
+        level: list[Any] = [value]
+        while level:
+            node = level.pop()
+            if isinstance(node, dict):
+                level += cast("dict[str, Any]", node).values()
+            elif isinstance(node, list):
+                level += cast("list[Any]", node)
+            elif isinstance(node, int) and not -(1 << 63) <= node < 1 << 63:
+                raise InvalidRequest(f"{name} has a whole number of more than 64 bits", field=name)
+
+
 def _are_token_ids(node: Any) -> bool:
     return isinstance(node, list) and all(type(item) is int for item in cast("list[Any]", node))
 

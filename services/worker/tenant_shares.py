@@ -35,7 +35,7 @@ class TenantShares:
     def _changed(self, key: str, entry: Entry | None) -> None:
         tenant_id = key[self._prefix_length :]
         if entry is None:
-            self._admission.tenants.forget(tenant_id)
+            self._admission.forget_tenant(tenant_id)
             return
         try:
             shares = decode_shares(entry.value)

@@ -47,6 +47,7 @@ class AdmissionQueue:
         self._busy = Least()  # the same, with something
         self._in_engine = 0  # tenants
         self._claims = 0
+        self._on_reserve = 0  # blocks of those who passed a head that waited for cache
         self._numbers = 0
 
     @property
@@ -106,8 +107,10 @@ class AdmissionQueue:
                 self._park(line)
                 continue
             limit = self._short(line, ask, self._fit(line, ask))
+            on_reserve = False
             if limit is None and not room_may and ask.leads and self.ledger.draws_on_shared(ask.tenant_id, ask.all_blocks):
-                limit = Limit.ROOM
+                on_reserve = self._may_use_reserve(ask)
+                limit = None if on_reserve else Limit.ROOM
             if limit is None and not seats_may:
                 ask.bypassed = self._may_bypass(ask)
                 limit = None if ask.bypassed else Limit.SEATS
@@ -116,6 +119,10 @@ class AdmissionQueue:
                 if ask.leads:
                     line.waiting_requests -= 1
                 self._enter(line, ask)
+                if on_reserve:
+                    self._on_reserve += ask.all_blocks
+                    for one in (ask, *ask.followers):
+                        one.on_reserve = True
                 entered.append(ask)
                 continue
             self._park(line)
@@ -161,7 +168,10 @@ class AdmissionQueue:
             if line.seats == 0:
                 self._in_engine -= 1
             self.order.settle(line.account, ask.charged, ask.prompt_tokens, min(cached_tokens, ask.prompt_tokens), output_tokens)
-        self.ledger.release(ask.key)
+        freed = self.ledger.release(ask.key)
+        if ask.on_reserve:
+            ask.on_reserve = False
+            self._on_reserve -= freed
         self._ready(line)
 
     def finish(self, first: Ask) -> None:
@@ -177,6 +187,10 @@ class AdmissionQueue:
 
     def _may_bypass(self, ask: Ask) -> bool:
         return self.room.bypass + ask.seats <= self.room.shape.reserved_seats
+
+    def _may_use_reserve(self, ask: Ask) -> bool:
+        """A tenant that holds nothing passes a head that waits for cache, within what is kept for such: the head never gets that."""
+        return self.ledger.held_by(ask.tenant_id) == 0 and self._on_reserve + ask.all_blocks <= self.ledger.reserved
 
     def _fit(self, line: TenantLine, ask: Ask) -> Fit:
         return self.ledger.fit(ask.tenant_id, ask.all_blocks, self._claims - line.claim) if ask.leads else Fit.NOW
@@ -209,13 +223,13 @@ class AdmissionQueue:
         if limit is Limit.KV:
             return Short(limit, ask.all_blocks, ledger.held_by(ask.tenant_id), ledger.limit_of(ask.tenant_id))
         if limit is Limit.ROOM:
-            return Short(limit, ask.all_blocks, ledger.held, ledger.blocks)
+            return Short(limit, ask.all_blocks, ledger.held_by(ask.tenant_id), ledger.blocks)
         if limit is Limit.CONCURRENT:
             return Short(limit, 1, line.running, line.terms.concurrent or 0)
         if limit is Limit.SEATS:
-            return Short(limit, ask.seats, room.seats, room.shape.seats)
+            return Short(limit, ask.seats, line.seats, room.shape.seats)
         if limit is Limit.PREFILL:
-            return Short(limit, ask.prefill, room.prefill, room.shape.step_tokens)
+            return Short(limit, ask.prefill, line.prefill, room.shape.step_tokens)
         return Short(limit, 1, line.waiting_requests, line.terms.queue_limit)
 
     def _enter(self, line: TenantLine, ask: Ask) -> None:

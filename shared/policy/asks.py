@@ -51,8 +51,8 @@ class Ask:
     """
 
     __slots__ = (
-        "arrival", "bypassed", "charged", "counted", "followers", "key", "kv_blocks", "leads", "max_new_tokens", "prefill", "prompt_tokens",
-        "rank", "seats", "state", "tenant_id",
+        "arrival", "bypassed", "charged", "counted", "followers", "key", "kv_blocks", "leads", "max_new_tokens", "on_reserve", "prefill",
+        "prompt_tokens", "rank", "seats", "state", "tenant_id",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,7 @@ class Ask:
         self.arrival = 0
         self.charged = 0.0
         self.bypassed = False  # entered while one before it waited for seats
+        self.on_reserve = False  # entered while one before it waited for KV cache
         self.counted = False  # as one of its tenant's concurrent requests
 
     @property

@@ -147,7 +147,7 @@ class KvLedger:
         if after:
             self._held[tenant_id] = after
         else:
-            del self._held[tenant_id]
+            self._held.pop(tenant_id, None)
 
 
 _NONE = KvShare()

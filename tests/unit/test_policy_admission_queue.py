@@ -188,6 +188,26 @@ def test_a_large_head_is_waited_for_instead_of_being_passed_by_small_ones() -> N
     assert queue.take()[0] is large
 
 
+def test_a_head_that_waits_for_cache_lets_small_requests_of_tenants_with_nothing_pass_within_the_reserve_for_such() -> None:
+    queue = AdmissionQueue(EngineRoom(EngineShape(seats=64)), KvLedger(320, 10), FairOrder())
+    running = fill(queue, "a", 10, blocks=30)
+    large = ask("large", "a", blocks=200)
+    assert not offered(queue, large)
+    for number in range(3):  # the next one comes when the one before it has ended
+        small = ask(f"b{number}", "b", blocks=4)
+        assert offered(queue, small)
+        assert not offered(queue, ask(f"b{number}+", "b", blocks=4))
+        queue.finish(small)
+        queue.finish(queue.take()[0])
+    assert offered(queue, ask("c", "c", blocks=4))
+    assert offered(queue, ask("d", "d", blocks=4))
+    late = ask("e", "e", blocks=4)
+    assert not offered(queue, late)
+    for one in running:
+        queue.finish(one)
+    assert {one.key for one in queue.take()} == {"large", "e"}
+
+
 def test_lent_room_goes_back_to_the_guaranteed_one_that_waits_before_any_new_borrower() -> None:
     queue = made(blocks=20, a=TenantTerms(kv=KvShare(10)), b=TenantTerms(kv=KvShare(10, burst=True)))
     borrowed = fill(queue, "b", 3, blocks=6)

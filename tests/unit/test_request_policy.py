@@ -3,11 +3,13 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker import request_policy as policy
+from shared.contracts.errors import to_info
 from shared.contracts.inference import Handle
 from shared.errors import BodyTooLarge, EndpointNotSupported, FieldNotAllowed, InvalidRequest, TenantryError
 
@@ -298,3 +300,18 @@ def test_answers_show_the_public_name_in_json_and_in_events() -> None:
     assert policy.publicise(event, ADAPTER, "lora_sales@3") == b'data: {"id":"1","model":"lora_sales@3","choices":[]}\n\n'
     assert json.loads(policy.publicise(b'{"model":"' + ADAPTER.encode() + b'"}', ADAPTER, 'a"b')) == {"model": 'a"b'}
     assert policy.publicise(b"demo demo", "demo", "demo") == b"demo demo"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_k", 10**30), ("seed", -(10**400)), ("stop_token_ids", [1, 2**63]), ("logit_bias", {"7": 10**25}), ("max_tokens", 10**4000)],
+)
+def test_a_whole_number_that_nothing_can_carry_is_invalid_by_its_fields_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name) as refused:
+        prepared(CHAT, **{name: value})
+    msgspec.msgpack.encode(to_info(refused.value))
+
+
+def test_a_long_number_in_a_text_is_nobodys_concern() -> None:
+    messages = [{"role": "user", "content": "call 00491701234567890123456789"}]
+    assert prepared(CHAT, messages=messages)["messages"] == messages

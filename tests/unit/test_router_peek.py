@@ -63,6 +63,7 @@ def test_the_estimate_is_the_bodys_bytes_by_four_and_as_much_output_as_is_asked_
         (b'{"n": 1000000000}', "n"),
         (b'{"model": []}', "model"),
         (b'{"max_completion_tokens": 9999999999999999999999}', "max_completion_tokens"),
+        (b'{"n": ' + b"9" * 4000 + b"}", "n"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_its_name(body: bytes, param: str | None) -> None:

@@ -340,3 +340,19 @@ async def test_a_raised_share_lets_in_what_waits_and_a_lowered_one_lets_what_run
     desk.governor.end(first)
     desk.governor.end(second)
     assert desk.held == 0
+
+
+@virtual
+async def test_what_a_deleted_tenant_was_guaranteed_is_everybodys_again_and_what_it_runs_ends_by_itself() -> None:
+    desk = Desk()
+    desk.tenant("gone", kv_blocks=200)
+    desk.tenant("b")
+    running = desk.attempt("gone")
+    await desk.admit(running)
+    assert isinstance(await desk.refused(desk.attempt("b")), KvQuotaExceeded)
+    desk.governor.admission.forget_tenant("gone")
+    await desk.admit(desk.attempt("b"))
+    assert isinstance(await desk.refused(desk.attempt("gone")), WorkerUnavailable)
+    held = desk.held
+    desk.governor.end(running)
+    assert desk.held == held - 2
