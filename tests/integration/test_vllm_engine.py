@@ -605,26 +605,3 @@ async def test_an_adapters_own_chat_template_is_used_for_it_on_every_endpoint_an
     finally:
         await desk.engine.remove_adapter("ad_templated")
     await all_are_golden(desk)
-
-
-# The end. Last in this file: nothing can be asked of the engine any more.
-
-
-async def test_a_dead_engine_is_noticed_and_says_so(desk: Desk) -> None:
-    worker = desk.engine._processes[-1]  # type: ignore[attr-defined]
-    async with asyncio.TaskGroup() as group:
-        watching = group.create_task(desk.engine.wait_dead())
-        asking = group.create_task(
-            desk.ask(CHAT, {"messages": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}, desk.handle())
-        )
-        await until(lambda: unfinished(desk) == 1)
-        assert not watching.done()
-        worker.kill()
-        async with asyncio.timeout(10):
-            reason = await watching
-            answer = await asking
-    assert "ended" in reason
-    assert answer.raised is not None or b"error" in answer.body
-    with pytest.raises(LoadFailed) as failed:
-        await desk.engine.add_adapter("ad_late", DEMO / "adapters" / "lora_cs", 4)
-    assert failed.value.fields["reason"] == "engine_dead"

@@ -1,5 +1,6 @@
-"""What becomes of the real engine's processes when their front is killed."""
+"""The end of the real engine: by itself, and with its front. Last by name of the files that share an engine, which is dead afterwards."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.in_process import DEMO
+from shared.errors import LoadFailed
+from tests.integration.in_process import CHAT, DEMO, Desk
+from tests.integration.test_vllm_engine import unfinished, until
 
 pytestmark = pytest.mark.engine
 
@@ -30,6 +33,31 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
+
+
+@pytest.mark.asyncio(loop_scope="package")
+async def test_a_dead_engine_is_noticed_and_says_so(desk: Desk) -> None:
+    worker = desk.engine._processes[-1]  # type: ignore[attr-defined]
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(desk.engine.wait_dead())
+        asking = group.create_task(
+            desk.ask(
+                CHAT,
+                {"messages": [{"role": "user", "content": "What about refund?"}], "max_tokens": 900, "ignore_eos": True, "stream": True},
+                desk.handle(),
+            )
+        )
+        await until(lambda: unfinished(desk) == 1)
+        assert not watching.done()
+        worker.kill()
+        async with asyncio.timeout(10):
+            reason = await watching
+            answer = await asking
+    assert "ended" in reason
+    assert answer.raised is not None or b"error" in answer.body
+    with pytest.raises(LoadFailed) as failed:
+        await desk.engine.add_adapter("ad_late", DEMO / "adapters" / "lora_cs", 4)
+    assert failed.value.fields["reason"] == "engine_dead"
 
 
 def test_the_engines_processes_are_gone_within_five_seconds_of_their_fronts_kill(tmp_path: Path) -> None:
