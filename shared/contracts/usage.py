@@ -1,6 +1,8 @@
-"""The conversation about usage: cumulative checkpoints per attempt from workers, outcomes from routers; keys are (request_id, attempt).
+"""The conversation about usage: cumulative checkpoints per attempt and per engine from workers, outcomes from routers.
 
-One message carries a batch: a list of what was noted since the last one, so that a busy service pays for few acknowledgements.
+Keys are (request_id, attempt) of attempts, request_id of outcomes, (worker_id, incarnation) of engines. One message carries a batch: a
+list of what was noted since the last one, so that a busy service pays for few acknowledgements. Amounts that are billed are integers:
+their sums are exact.
 """
 
 import msgspec
@@ -38,6 +40,15 @@ class AttemptUsage(msgspec.Struct, frozen=True, kw_only=True, tag="attempt"):
     cached_tokens: int = 0
     engine_ms: float = 0.0
     outcome: str = "running"  # running | complete | error:<code> | cancelled:<reason>
+    alias: str = ""  # the tenant's name of the adapter; empty: the base itself
+    version: int = 0
+    base: str = ""  # full base identity
+    key_id: str = ""  # the API key that asked
+    queue_ms: float = 0.0  # waited in the tenant's own queue
+    first_token_ms: float = 0.0  # from the attempt's arrival at the worker; 0: there was none
+    total_ms: float = 0.0  # from the attempt's arrival at the worker until now or its end
+    kv_byte_ms: int = 0  # bytes of KV cache reserved for it times the milliseconds for which they were
+    gpu_us: int = 0  # its part of the engine's steps, by the pool's cost model
 
 
 class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
@@ -56,9 +67,45 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     delivered_bytes: int
     delivered_events: int  # body pieces that were handed to the client's connection
     client_label: str = ""
+    alias: str = ""
+    version: int = 0
+    base: str = ""
+    key_id: str = ""
+    first_byte_ms: float = 0.0  # from the request's head; 0: nothing was sent
+    total_ms: float = 0.0
 
 
-Usage = AttemptUsage | RequestOutcome
+class CostModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step's parts weigh against each other when its time is split; microseconds each, as fitted for one pool's engine."""
+
+    prefill_token_us: float
+    decode_row_us: float
+    context_mib_us: float  # KV cache read by attention
+    adapter_mib_us: float  # one adapter's weights read, shared by its rows of the step
+    fitted_steps: int = 0  # 0: the defaults, not fitted yet
+
+
+class EngineTime(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
+    """Where the wall time of one engine went since its incarnation started. Cumulative: the highest `checkpoint` counts.
+
+    wall_us = busy_us + idle_us + sum(overhead_us) + unaccounted_us: idle and overhead are measured, only the last is a remainder.
+    """
+
+    worker_id: str
+    incarnation: str
+    pool_id: str
+    checkpoint: int
+    wall_us: int
+    busy_us: int  # steps that computed for requests
+    idle_us: int  # intervals in which nothing was scheduled
+    unaccounted_us: int
+    overhead_us: dict[str, int] = {}  # by the span's name
+    billed_us: int = 0  # of busy_us, what attempts were charged
+    steps: int = 0
+    cost_model: CostModel | None = None
+
+
+Usage = AttemptUsage | RequestOutcome | EngineTime
 
 BATCH_LIMIT = 256  # of one message: about 100 KB
 
