@@ -26,9 +26,8 @@ from services.router.resolve import authenticate, resolve, secret_of, speaks_for
 from services.router.routes import RouteTable
 from services.router.server import BODY_WHOLE, HANG_UP, ON_GONE, WRITE_PIECE
 from services.router.settings import RouterSettings
-from services.router.usage import Usage
+from services.router.usage import Usage, outcome_of
 from shared.bus import BusUnavailable
-from shared.contracts.usage import RequestOutcome
 from shared.errors import (
     BodyTooLarge,
     Cancelled,
@@ -124,9 +123,11 @@ class DataPlane:
         if not self._freshness.current(exchange.started_s):
             await self._freshness.settle(exchange.started_s)
         exchange.secret = secret_of(head.authorization, head.x_api_key)
-        tenant_name = speaks_for(self._table, authenticate(self._table, exchange.secret), exchange.mark).name
-        self._crowd.enter(tenant_name)
-        exchange.crowded = tenant_name
+        key = authenticate(self._table, exchange.secret)
+        exchange.key_id = key.key_id
+        exchange.tenant = speaks_for(self._table, key, exchange.mark)
+        self._crowd.enter(exchange.tenant.name)
+        exchange.crowded = exchange.tenant.name
         if not generating:
             await self._models(exchange, send)
             return
@@ -251,24 +252,8 @@ class DataPlane:
         duration_s = now_s - exchange.started_s
         first_byte_s = exchange.first_byte_s - exchange.started_s if exchange.first_byte_s else 0.0
         self._metrics.request_done(tenant, model, path, exchange.status, duration_s, first_byte_s, exchange.delivered_bytes)
-        if handle is not None:
-            self._usage.add(
-                RequestOutcome(
-                    request_id=exchange.request_id,
-                    attempts=exchange.attempts,
-                    tenant_id=handle.tenant_id,
-                    adapter_id=handle.adapter_id,
-                    digest=handle.digest,
-                    pool_id=handle.pool_id,
-                    router_id=self._dispatcher.router_id,
-                    path=exchange.path,
-                    status=exchange.status,
-                    outcome=exchange.outcome,
-                    delivered_bytes=exchange.delivered_bytes,
-                    delivered_events=exchange.delivered_events,
-                    client_label=exchange.client_label,
-                )
-            )
+        if exchange.tenant is not None and exchange.path in GENERATING_PATHS:
+            self._usage.add(outcome_of(exchange, self._dispatcher.router_id, now_s))
         log.info(
             "request.done",
             request_id=exchange.request_id,

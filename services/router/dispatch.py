@@ -212,6 +212,7 @@ class Dispatcher:
             stream=exchange.stream,
             budget_s=max(answer.expires_s - loop.time(), 0.0),
             client_label=exchange.client_label,
+            key_id=exchange.key_id,
         )
         reply = f"{self._answer_subject}.nr.{exchange.request_id}.{exchange.attempts}"
         try:

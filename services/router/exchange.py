@@ -6,6 +6,7 @@ from services.router.charge import Charge
 from services.router.resolve import Route
 from services.router.streams import Answer
 from shared.contracts.inference import Handle, Totals
+from shared.contracts.state import Tenant
 from shared.errors import Cancelled
 
 
@@ -24,6 +25,7 @@ class Exchange:
         "first_byte_s",
         "gone",
         "hang_up",
+        "key_id",
         "mark",
         "model",
         "outcome",
@@ -35,6 +37,7 @@ class Exchange:
         "started_s",
         "status",
         "stream",
+        "tenant",
         "totals",
         "worker_id",
         "write_piece",
@@ -51,6 +54,8 @@ class Exchange:
         self.stream = False
         self.body = b""
         self.client_label = ""
+        self.key_id = ""
+        self.tenant: Tenant | None = None  # whom it speaks for, once its key was accepted
         self.route: Route | None = None
         self.answer: Answer | None = None  # of the attempt that runs
         self.attempts = 0

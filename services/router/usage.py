@@ -11,6 +11,7 @@ import msgspec
 import structlog
 
 from services.router.dispatch import Dispatcher
+from services.router.exchange import Exchange
 from services.router.metrics import Metrics
 from shared.bus import BusUnavailable, Message
 from shared.contracts.usage import BATCH_LIMIT, RequestOutcome, encode, router_usage_subject
@@ -21,6 +22,35 @@ _KEPT = 20_000  # outcomes held for a stream that does not answer; beyond, the o
 _AGAIN_S = 2.0
 _TICK_S = 0.2
 _AGAIN_PER_TICK = 16  # batches
+
+
+def outcome_of(exchange: Exchange, router_id: str, now_s: float) -> RequestOutcome:
+    """Of a request that has ended and whose tenant is known; what refused it may have come before it had a handle."""
+    tenant, handle = exchange.tenant, exchange.handle
+    assert tenant is not None
+    first_byte_s = exchange.first_byte_s - exchange.started_s if exchange.first_byte_s else 0.0
+    return RequestOutcome(
+        request_id=exchange.request_id,
+        attempts=exchange.attempts,
+        tenant_id=tenant.tenant_id,
+        tenant=tenant.name,
+        adapter_id=handle.adapter_id if handle else "",
+        digest=handle.digest if handle else "",
+        pool_id=handle.pool_id if handle else "",
+        alias=handle.alias if handle else "",
+        version=handle.version if handle else 0,
+        base=handle.base if handle else "",
+        key_id=exchange.key_id,
+        router_id=router_id,
+        path=exchange.path,
+        status=exchange.status,
+        outcome=exchange.outcome,
+        delivered_bytes=exchange.delivered_bytes,
+        delivered_events=exchange.delivered_events,
+        client_label=exchange.client_label,
+        first_byte_ms=round(first_byte_s * 1000.0, 3),
+        total_ms=round((now_s - exchange.started_s) * 1000.0, 3),
+    )
 
 
 class _Stored(msgspec.Struct):

@@ -129,6 +129,7 @@ REGISTRY = Permissions(
         "$KV.>",
         "$O.>",
         f"{ROOT}.adapter.>",
+        f"{ROOT}.usage.registry.>",
         "_INBOX_router.>",
         "_INBOX_worker.>",
     ),

@@ -1,8 +1,9 @@
-"""The conversation about usage: cumulative checkpoints per attempt and per engine from workers, outcomes from routers.
+"""The conversation about usage: cumulative checkpoints per attempt and per engine from workers, outcomes from routers, residency from
+registries.
 
-Keys are (request_id, attempt) of attempts, request_id of outcomes, (worker_id, incarnation) of engines. One message carries a batch: a
-list of what was noted since the last one, so that a busy service pays for few acknowledgements. Amounts that are billed are integers:
-their sums are exact.
+Keys are (request_id, attempt) of attempts, request_id of outcomes, (worker_id, incarnation) of engines, (pool_id, adapter_id, since_ms)
+of residency. One message carries a batch: a list of what was noted since the last one, so that a busy service pays for few
+acknowledgements. Amounts that are billed are integers: their sums are exact. docs/usage.md says how they become a bill.
 """
 
 import msgspec
@@ -10,7 +11,8 @@ import msgspec
 from shared.contracts.subjects import ROOT, token
 
 USAGE_STREAM = "TENANTRY_USAGE"
-USAGE_SUBJECTS = (f"{ROOT}.usage.worker.*", f"{ROOT}.usage.router.*")
+USAGE_SUBJECTS = (f"{ROOT}.usage.worker.*", f"{ROOT}.usage.router.*", f"{ROOT}.usage.registry.*")
+SNAPSHOTS_BUCKET = "tenantry_usage"  # object store: closed days, and where the stream goes on after them
 
 
 def worker_usage_subject(worker_id: str) -> str:
@@ -19,6 +21,10 @@ def worker_usage_subject(worker_id: str) -> str:
 
 def router_usage_subject(router_id: str) -> str:
     return f"{ROOT}.usage.router.{token(router_id)}"
+
+
+def registry_usage_subject(registry_id: str) -> str:
+    return f"{ROOT}.usage.registry.{token(registry_id)}"
 
 
 class AttemptUsage(msgspec.Struct, frozen=True, kw_only=True, tag="attempt"):
@@ -49,10 +55,15 @@ class AttemptUsage(msgspec.Struct, frozen=True, kw_only=True, tag="attempt"):
     total_ms: float = 0.0  # from the attempt's arrival at the worker until now or its end
     kv_byte_ms: int = 0  # bytes of KV cache reserved for it times the milliseconds for which they were
     gpu_us: int = 0  # its part of the engine's steps, by the pool's cost model
+    tenant: str = ""  # the tenant's name then
 
 
 class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
-    """The router's view at the end of a request."""
+    """The router's view at the end of a request.
+
+    A refusal is an outcome too, with `attempts` 0 where no worker was asked; without a handle where none was resolved. What
+    has no tenant (no key, or not a valid one) has no outcome.
+    """
 
     request_id: str
     attempts: int
@@ -73,6 +84,7 @@ class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     key_id: str = ""
     first_byte_ms: float = 0.0  # from the request's head; 0: nothing was sent
     total_ms: float = 0.0
+    tenant: str = ""
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,9 +117,40 @@ class EngineTime(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     cost_model: CostModel | None = None
 
 
-Usage = AttemptUsage | RequestOutcome | EngineTime
+class Residency(msgspec.Struct, frozen=True, kw_only=True, tag="residency"):
+    """VRAM that the ledger charged a mount with, from `since_ms` on. Cumulative: the highest `until_ms` counts.
+
+    Both are the bus server's stamps of the pool's entry (milliseconds since 1970), so no registry's clock matters.
+    """
+
+    pool_id: str
+    adapter_id: str
+    since_ms: int
+    until_ms: int
+    final: bool
+    bytes: int
+    tenant_id: str
+    tenant: str
+    worker_id: str
+    alias: str
+    version: int
+    digest: str
+    base: str
+
+
+class EngineEnded(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ended"):
+    """An incarnation is gone: its attempts that stand open at this point of the stream end here, billed from their last checkpoint."""
+
+    worker_id: str
+    incarnation: str
+    reason: str = ""
+
+
+Usage = AttemptUsage | RequestOutcome | EngineTime | Residency | EngineEnded
 
 BATCH_LIMIT = 256  # of one message: about 100 KB
 
 encode = msgspec.msgpack.Encoder().encode  # of a list of Usage
 decode = msgspec.msgpack.Decoder(list[Usage]).decode
+decode_batch = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode  # for who goes on where one record cannot be read
+decode_one = msgspec.msgpack.Decoder(Usage).decode
