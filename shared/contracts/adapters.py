@@ -110,6 +110,14 @@ class CanaryStop(msgspec.Struct, frozen=True, kw_only=True):
     latency_ratio: float = 2.0  # its p95 to the first byte may be this many times the stable version's
 
 
+class CanaryTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trial is started with; its fields are Canary's."""
+
+    share_ppm: int = 0
+    by: CanaryBy = CanaryBy.REQUEST
+    stop: CanaryStop = CanaryStop()
+
+
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """A new version that answers a part of its alias's requests."""
 
@@ -119,6 +127,7 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     stop: CanaryStop = CanaryStop()
     started_at: str = ""  # RFC 3339, UTC
     stopped: str = ""  # why it ended by itself: it gets no requests any more; empty: it runs
+    resumed: int = 0  # how often it was let run again: what was counted before speaks no more
 
 
 class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,6 +220,7 @@ class AdapterEvent(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     request: str = ""
     detail: dict[str, int | float | str] = {}
+    note: str = ""  # why, or what else happened to it in this state (put on trial, promoted, stopped)
 
 
 encode = msgspec.json.Encoder().encode

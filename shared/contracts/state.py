@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.contracts.adapters import CanaryTerms
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.tenancy import TenantLimits
 from shared.policy.lifecycle import AdapterState
@@ -92,6 +93,7 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
     object: str = ""
     base: str = ""  # an explicit base identity
     drain_first: bool = False
+    trial: CanaryTerms | None = None  # it comes in as a canary's version
     starts: int = 0  # how often its validation has been started
     beat: int = 0  # grows while a registry works on it; one that stands still has lost its registry
 

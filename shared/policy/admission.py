@@ -8,7 +8,7 @@ adapters in host memory is their packed files' bytes.
 
 import msgspec
 
-from shared.contracts.adapters import DrainOrder, Mount, PoolEntry, PoolWorker
+from shared.contracts.adapters import Canary, DrainOrder, Mount, PoolEntry, PoolWorker
 from shared.contracts.base import EngineLimits
 from shared.contracts.state import Tenant
 from shared.errors import Conflict, HostCacheExceeded, NoFreeSlot, QuotaExceeded
@@ -31,6 +31,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     artifact_sha256: str
     artifact_bytes: int
     drain_first: bool = False  # take the room of the version that serves now; the alias is down in between
+    trial: Canary | None = None  # it is mounted beside the version that serves, and answers only this part of the alias's requests
 
 
 class Reserved(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +77,9 @@ def decide(pool: PoolEntry, tenant: Tenant, ask: Ask, revision: int) -> Reserved
     """The reservation, or why not; `revision` is the one that `pool` was read at."""
     others = [m for m in pool.mounts.values() if m.tenant_id == tenant.tenant_id and m.name == ask.name]
     serving = pool.aliases.get(tenant.name, {}).get(ask.name, "")
+    refusal = _no_trial(pool, tenant, ask, serving)
+    if refusal is not None:
+        return refusal
     coming = next((m for m in others if m.state in (AdapterState.ADMITTED, AdapterState.LOADING) and m.adapter_id != serving), None)
     if coming is not None:
         return Conflict(
@@ -89,8 +93,19 @@ def decide(pool: PoolEntry, tenant: Tenant, ask: Ask, revision: int) -> Reserved
     if worker is None or worker.limits.max_rank < ask.rank:
         return _no_slot(pool, ask)
     mount = _mount(pool, tenant, ask, worker, revision, predecessor)
-    reserved = _with(pool, tenant, mount, predecessor, revision)
+    reserved = _with(pool, tenant, mount, predecessor, revision, ask.trial)
     return _over_limits(pool, reserved.pool, tenant, mount, others) or _over_host_cache(pool, tenant, mount) or reserved
+
+
+def _no_trial(pool: PoolEntry, tenant: Tenant, ask: Ask, serving: str) -> Conflict | None:
+    """One trial at a time, and none of a name that nothing serves; a name with a trial gets no third version."""
+    trial = pool.canaries.get(tenant.name, {}).get(ask.name)
+    if trial is not None:
+        version = pool.mounts[trial.adapter_id].version
+        return Conflict(f"version {version} of {ask.name} is on trial: promote it or roll it back first", adapter=ask.name, version=version)
+    if ask.trial is not None and serving not in pool.mounts:
+        return Conflict(f"nothing serves {ask.name} yet that a version on trial could be compared with: add it", adapter=ask.name)
+    return None
 
 
 def _predecessor(pool: PoolEntry, serving: str, others: list[Mount]) -> Mount | None:
@@ -120,10 +135,11 @@ def _mount(pool: PoolEntry, tenant: Tenant, ask: Ask, worker: PoolWorker, revisi
         artifact_bytes=ask.artifact_bytes,
         ordered_after=revision,
         waits_for=predecessor.adapter_id if predecessor is not None else "",
+        on_trial=ask.trial is not None,
     )
 
 
-def _with(pool: PoolEntry, tenant: Tenant, mount: Mount, predecessor: Mount | None, revision: int) -> Reserved:
+def _with(pool: PoolEntry, tenant: Tenant, mount: Mount, predecessor: Mount | None, revision: int, trial: Canary | None) -> Reserved:
     mounts, aliases = dict(pool.mounts), pool.aliases
     if predecessor is not None:
         if predecessor.state is not AdapterState.DRAINING:
@@ -134,7 +150,10 @@ def _with(pool: PoolEntry, tenant: Tenant, mount: Mount, predecessor: Mount | No
     mounts[mount.adapter_id] = mount
     versions = {**pool.versions, tenant.name: dict(pool.versions.get(tenant.name, {}))}
     versions[tenant.name][mount.name] = max(mount.version, versions[tenant.name].get(mount.name, 0))
-    after = msgspec.structs.replace(pool, mounts=mounts, aliases=aliases, versions=versions)
+    canaries = pool.canaries
+    if trial is not None:
+        canaries = {**canaries, tenant.name: {**canaries.get(tenant.name, {}), mount.name: trial}}
+    after = msgspec.structs.replace(pool, mounts=mounts, aliases=aliases, versions=versions, canaries=canaries)
     return Reserved(pool=after, mount=mount, drained_first=predecessor)
 
 
@@ -145,10 +164,22 @@ def without_alias(aliases: dict[str, dict[str, str]], tenant: str, name: str, ad
     return {**aliases, tenant: {alias: target for alias, target in aliases[tenant].items() if alias != name}}
 
 
+def without_trial(canaries: dict[str, dict[str, Canary]], tenant: str, name: str, adapter_id: str) -> dict[str, dict[str, Canary]]:
+    """The trials with that of tenant's `name` gone, if it is this version's."""
+    trial = canaries.get(tenant, {}).get(name)
+    if trial is None or trial.adapter_id != adapter_id:
+        return canaries
+    left = {alias: other for alias, other in canaries[tenant].items() if alias != name}
+    others = {owner: trials for owner, trials in canaries.items() if owner != tenant}
+    return {**others, tenant: left} if left else others
+
+
 def _over_limits(before: PoolEntry, after: PoolEntry, tenant: Tenant, mount: Mount, others: list[Mount]) -> QuotaExceeded | None:
     headroom = tenant.upgrade_headroom_bytes if others else 0
     hint = ""
-    if others and not mount.waits_for:
+    if others and mount.on_trial:
+        hint = "; a version on trial is held beside the one that serves: grant upgrade headroom"
+    elif others and not mount.waits_for:
         hint = (
             "; the version mounted now keeps its room until it has drained: grant upgrade headroom, or use --drain-first, which gives"
             " the new version the old one's room (the alias is down in between)"
@@ -197,7 +228,7 @@ def _exceeded(scope: str, whose: str, mount: Mount, held: int, limit: int, hint:
         asked_bytes=mount.slot_bytes,
         held_bytes=held,
         limit_bytes=limit,
-        drain_first_helps=bool(hint),
+        drain_first_helps=bool(hint) and not mount.on_trial,
     )
 
 

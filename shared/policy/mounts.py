@@ -19,7 +19,7 @@ from shared.contracts.adapters import (
     PoolWorker,
 )
 from shared.errors import BaseMismatch, Conflict
-from shared.policy.admission import without_alias
+from shared.policy.admission import without_alias, without_trial
 from shared.policy.compatibility import same_base
 from shared.policy.lifecycle import AdapterState, IllegalTransition, LifecycleEvent, step
 
@@ -44,7 +44,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: tuple[Outcome, ...] = ()
 
 
-class _Draft:
+class Draft:
     """One entry being changed; collects what follows."""
 
     def __init__(self, pool: PoolEntry, revision: int) -> None:
@@ -52,6 +52,7 @@ class _Draft:
         self._revision = revision
         self.mounts = dict(pool.mounts)
         self.aliases = pool.aliases
+        self.canaries = pool.canaries
         self.workers = pool.workers
         self._orders: list[str] = []
         self._outcomes: list[Outcome] = []
@@ -65,6 +66,10 @@ class _Draft:
             self._outcomes.append(Outcome(mount=moved, state=state, note=note))
         return moved
 
+    def note(self, mount: Mount, note: str) -> None:
+        """Something else than its state has changed."""
+        self._outcomes.append(Outcome(mount=mount, state=mount.state, note=note))
+
     def order(self, mount: Mount) -> None:
         self._orders.append(mount.adapter_id)
 
@@ -74,14 +79,14 @@ class _Draft:
             self.mounts[mount.adapter_id] = mount = msgspec.structs.replace(mount, drain=drain)
         else:
             mount = self.move(mount, LifecycleEvent.DRAIN_ORDERED, note, drain=drain)
-        self.aliases = without_alias(self.aliases, mount.tenant, mount.name, mount.adapter_id)
+        self._leaves_routes(mount)
         self.order(mount)
 
     def remove(self, mount: Mount, event: LifecycleEvent, note: str = "") -> None:
         """Out of the entry: the reservation is released, and who waited for the room has it."""
         state = step(mount.state, event)
         del self.mounts[mount.adapter_id]
-        self.aliases = without_alias(self.aliases, mount.tenant, mount.name, mount.adapter_id)
+        self._leaves_routes(mount)
         self._outcomes.append(Outcome(mount=msgspec.structs.replace(mount, state=state), state=state, note=note))
         for other in [other for other in self.mounts.values() if other.waits_for == mount.adapter_id]:
             heir = msgspec.structs.replace(other, waits_for=mount.waits_for)  # usually nobody: then it waits no more
@@ -89,15 +94,20 @@ class _Draft:
             if heir.waits_for not in self.mounts and heir.state is AdapterState.ADMITTED:
                 self.order(self.move(heir, LifecycleEvent.LOAD_ORDERED, waits_for=""))
 
+    def _leaves_routes(self, mount: Mount) -> None:
+        """Whatever it was: the alias's version, or the one on trial, whose trial is then over."""
+        self.aliases = without_alias(self.aliases, mount.tenant, mount.name, mount.adapter_id)
+        self.canaries = without_trial(self.canaries, mount.tenant, mount.name, mount.adapter_id)
+
     def done(self) -> Change:
-        pool = msgspec.structs.replace(self._pool, mounts=self.mounts, aliases=self.aliases, workers=self.workers)
+        pool = msgspec.structs.replace(self._pool, mounts=self.mounts, aliases=self.aliases, canaries=self.canaries, workers=self.workers)
         orders = tuple(self.mounts[adapter_id] for adapter_id in dict.fromkeys(self._orders) if adapter_id in self.mounts)
         return Change(pool=pool, orders=orders, outcomes=tuple(self._outcomes))
 
 
 def order_drain(pool: PoolEntry, adapter_ids: Iterable[str], drain: DrainOrder, revision: int) -> Change:
     """These mounts leave the routes and drain; those not in the entry are passed over."""
-    draft = _Draft(pool, revision)
+    draft = Draft(pool, revision)
     for adapter_id in adapter_ids:
         if adapter_id in draft.mounts:
             draft.drain(draft.mounts[adapter_id], drain)
@@ -106,7 +116,7 @@ def order_drain(pool: PoolEntry, adapter_ids: Iterable[str], drain: DrainOrder, 
 
 def order_waiting(pool: PoolEntry, revision: int) -> Change:
     """Loads what was admitted and waits for nothing."""
-    draft = _Draft(pool, revision)
+    draft = Draft(pool, revision)
     for mount in pool.mounts.values():
         if mount.state is AdapterState.ADMITTED and mount.waits_for not in pool.mounts:
             draft.order(draft.move(mount, LifecycleEvent.LOAD_ORDERED, waits_for=""))
@@ -128,11 +138,12 @@ def is_current(pool: PoolEntry, ack: Acknowledgement) -> bool:
 def acknowledge(pool: PoolEntry, ack: Acknowledgement, revision: int) -> Change | None:
     """What the acknowledgement changes; None if it is stale, or cannot happen in the mount's state.
 
-    Loaded: ready, the alias switches to it, and the version that served before drains. Drained, failed: the reservation is released.
+    Loaded: ready; unless it is on trial, the alias switches to it and the version that served before drains. Drained, failed: the
+    reservation is released.
     """
     if not is_current(pool, ack):
         return None
-    draft = _Draft(pool, revision)
+    draft = Draft(pool, revision)
     mount = pool.mounts[ack.adapter_id]
     try:
         match ack:
@@ -147,8 +158,10 @@ def acknowledge(pool: PoolEntry, ack: Acknowledgement, revision: int) -> Change 
     return draft.done()
 
 
-def _loaded(draft: _Draft, mount: Mount) -> None:
+def _loaded(draft: Draft, mount: Mount) -> None:
     mount = draft.move(mount, LifecycleEvent.LOADED)
+    if mount.on_trial:
+        return
     before = draft.aliases.get(mount.tenant, {}).get(mount.name, "")
     draft.aliases = {**draft.aliases, mount.tenant: {**draft.aliases.get(mount.tenant, {}), mount.name: mount.adapter_id}}
     if before != mount.adapter_id and before in draft.mounts:
@@ -171,7 +184,7 @@ def worker_arrived(pool: PoolEntry, worker: PoolWorker, base: str, revision: int
     refusal = _too_small(pool, worker, mounts)
     if refusal is not None:
         return refusal
-    draft = _Draft(pool, revision)
+    draft = Draft(pool, revision)
     draft.workers = {**pool.workers, worker.worker_id: worker}
     if known is not None and known.incarnation != worker.incarnation:
         for mount in mounts:
@@ -201,7 +214,7 @@ def _too_small(pool: PoolEntry, worker: PoolWorker, mounts: list[Mount]) -> Conf
 
 def worker_removed(pool: PoolEntry, worker_id: str, revision: int) -> Change:
     """The entry without this worker and all that was on it."""
-    draft = _Draft(pool, revision)
+    draft = Draft(pool, revision)
     draft.workers = {known: worker for known, worker in pool.workers.items() if known != worker_id}
     gone = sorted((m for m in pool.mounts.values() if m.worker_id == worker_id), key=lambda m: m.waits_for == "")
     for mount in gone:  # those that wait first, so that nothing is ordered on a worker that is gone
