@@ -14,6 +14,7 @@ from shared.bus.connection import (
     settings_from,
 )
 from shared.bus.counters import INCREMENT_HEADER, Moved, counted, decode_moved, ensure_counters
+from shared.bus.follow import Stored, StreamState, follow, forget_before, stream_state
 from shared.bus.kv import Bucket, Entry, Mirror, open_bucket
 from shared.bus.objects import ObjectCorrupt, Objects, delete_objects, limit_objects, open_objects
 from shared.bus.streams import Consumer, Delivery, ensure_stream, publish_durable, read_last
@@ -35,6 +36,8 @@ __all__ = [
     "ObjectCorrupt",
     "Objects",
     "RequestTimeout",
+    "Stored",
+    "StreamState",
     "Subscription",
     "connect",
     "connect_with_patience",
@@ -43,10 +46,13 @@ __all__ = [
     "delete_objects",
     "ensure_counters",
     "ensure_stream",
+    "follow",
+    "forget_before",
     "limit_objects",
     "open_bucket",
     "open_objects",
     "publish_durable",
     "read_last",
     "settings_from",
+    "stream_state",
 ]

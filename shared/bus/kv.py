@@ -22,7 +22,7 @@ _LIST_STALL_S = 5.0
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """`stamp_s`: when the server stored it, by the server's clock since 1970; of watched entries only."""
+    """`stamp_s`: when the server stored it, by the server's clock since 1970; of watched entries, and of `Bucket.stamped`."""
 
     value: bytes
     revision: int
@@ -46,6 +46,21 @@ class Bucket:
         except (nats.errors.Error, TimeoutError) as error:
             raise BusUnavailable(f"cannot read {key}: {error}", retry_after_s=1.0) from error
         return Entry(found.value or b"", found.revision or 0)
+
+    async def stamped(self, key: str) -> Entry | None:
+        """The same, with its stamp.
+
+        :raises BusUnavailable: no answer.
+        """
+        try:
+            found = await self._bus.js.get_msg(f"KV_{self.name}", subject=f"$KV.{self.name}.{key}", direct=True)
+        except nats.js.errors.NotFoundError:
+            return None
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"cannot read {key}: {error}", retry_after_s=1.0) from error
+        if (found.headers or {}).get("KV-Operation") in {"DEL", "PURGE"}:
+            return None
+        return Entry(found.data or b"", found.seq or 0, found.time.timestamp() if found.time else 0.0)
 
     async def create(self, key: str, value: bytes) -> int:
         """Its revision.
