@@ -26,6 +26,7 @@ from services.router.resolve import authenticate, resolve, secret_of, speaks_for
 from services.router.routes import RouteTable
 from services.router.server import BODY_WHOLE, HANG_UP, ON_GONE, WRITE_PIECE
 from services.router.settings import RouterSettings
+from services.router.trials import Trials
 from services.router.usage import Usage, outcome_of
 from shared.bus import BusUnavailable
 from shared.errors import (
@@ -64,6 +65,7 @@ class DataPlane:
         freshness: Freshness,
         usage: Usage,
         rates: Rates,
+        trials: Trials,
         metrics: Metrics,
         settings: RouterSettings,
     ) -> None:
@@ -73,6 +75,7 @@ class DataPlane:
         self._freshness = freshness
         self._usage = usage
         self._rates = rates
+        self._trials = trials
         self._metrics = metrics
         self._settings = settings
         self._ids = RequestIds()
@@ -82,6 +85,7 @@ class DataPlane:
         loop = asyncio.get_running_loop()
         exchange = Exchange(self._ids.next(), scope["path"], loop.time())
         scope[ON_GONE] = exchange.client_gone
+        exchange.headers = scope["headers"]
         exchange.hang_up = scope.get(HANG_UP)
         exchange.write_piece = scope.get(WRITE_PIECE)
         self.active += 1
@@ -138,7 +142,7 @@ class DataPlane:
         peeked = peek(exchange.body)
         exchange.model = peeked.model or ""
         exchange.stream = bool(peeked.stream)
-        route = resolve(self._table, exchange.secret, exchange.mark, exchange.model)
+        route = resolve(self._table, exchange.secret, exchange.mark, exchange.model, exchange)
         exchange.route = route
         if not any(not worker.limits.endpoints or path in worker.limits.endpoints for worker in route.workers):
             raise EndpointNotSupported(f"the engine of this pool does not serve {path}", path=path)
@@ -252,6 +256,7 @@ class DataPlane:
         duration_s = now_s - exchange.started_s
         first_byte_s = exchange.first_byte_s - exchange.started_s if exchange.first_byte_s else 0.0
         self._metrics.request_done(tenant, model, path, exchange.status, duration_s, first_byte_s, exchange.delivered_bytes)
+        self._trials.ended(exchange, first_byte_s)
         if exchange.tenant is not None and exchange.path in GENERATING_PATHS:
             self._usage.add(outcome_of(exchange, self._dispatcher.router_id, now_s))
         log.info(

@@ -130,7 +130,7 @@ class Dispatcher:
         while True:
             version = self.table.version
             try:
-                return resolve(self.table, exchange.secret, exchange.mark, exchange.model)
+                return resolve(self.table, exchange.secret, exchange.mark, exchange.model, exchange)
             except (AdapterNotReady, WorkerUnavailable):
                 left_s = until_s - loop.time()
                 if left_s <= 0 or exchange.gone or self.stopping is not None:

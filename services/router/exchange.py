@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from services.router.asgi import Headers
 from services.router.charge import Charge
 from services.router.resolve import Route
 from services.router.streams import Answer
@@ -25,6 +26,7 @@ class Exchange:
         "first_byte_s",
         "gone",
         "hang_up",
+        "headers",
         "key_id",
         "mark",
         "model",
@@ -53,6 +55,7 @@ class Exchange:
         self.model = ""
         self.stream = False
         self.body = b""
+        self.headers: Headers = []  # as the client sent them
         self.client_label = ""
         self.key_id = ""
         self.tenant: Tenant | None = None  # whom it speaks for, once its key was accepted

@@ -9,6 +9,7 @@ import msgspec
 
 from services.router.clock import seconds_of
 from services.router.routes import PoolRoutes, RouteTable
+from services.router.split import Asked, is_for_trial
 from shared.contracts.adapters import Mount, PoolWorker
 from shared.contracts.inference import Handle
 from shared.contracts.state import ApiKey, RoutingDefault, Scope, Tenant
@@ -100,8 +101,10 @@ def speaks_for(table: RouteTable, key: ApiKey, mark: str) -> Tenant:
     return tenant
 
 
-def resolve(table: RouteTable, secret: str, mark: str, model: str) -> Route:
+def resolve(table: RouteTable, secret: str, mark: str, model: str, asked: Asked | None = None) -> Route:
     """The handle for `model` ("" when absent) and the workers that hold it.
+
+    `asked` decides between an alias's two versions while one is on trial; without it the stable one answers.
 
     :raises TenantryError: see authenticate, speaks_for.
     :raises AdapterNotFound: unknown, another tenant's, draining or unloaded: one text for all.
@@ -111,8 +114,8 @@ def resolve(table: RouteTable, secret: str, mark: str, model: str) -> Route:
     """
     tenant = speaks_for(table, authenticate(table, secret), mark)
     if not model or model == "default":
-        return _default(table, tenant)
-    found = _adapter(table, tenant, model)
+        return _default(table, tenant, asked)
+    found = _adapter(table, tenant, model, asked)
     return _base(table, tenant, model) if found is None else found
 
 
@@ -130,7 +133,7 @@ def visible_models(table: RouteTable, secret: str, mark: str) -> list[ModelInfo]
     return found
 
 
-def _adapter(table: RouteTable, tenant: Tenant, model: str) -> Route | None:
+def _adapter(table: RouteTable, tenant: Tenant, model: str, asked: Asked | None) -> Route | None:
     """The tenant's adapter of that name (`alias` or `alias@version`), None if it has none of the name."""
     alias, at, version = model.partition("@")
     for pool in table.pools.values():
@@ -140,13 +143,21 @@ def _adapter(table: RouteTable, tenant: Tenant, model: str) -> Route | None:
             serving = mounts
         else:
             adapter_id = pool.entry.aliases.get(tenant.name, {}).get(alias, "")
+            if adapter_id and pool.trials and asked is not None:
+                adapter_id = _split(pool, tenant, alias, asked) or adapter_id
             serving = [mount for mount in mounts if mount.adapter_id == adapter_id]
         for mount in serving:
             if mount.state is AdapterState.READY:
                 return _route(pool, mount)
-        if any(mount.state in _COMING for mount in mounts):
+        if any(mount.state in _COMING and (at or not mount.on_trial) for mount in mounts):  # one on trial is not coming to the alias
             raise AdapterNotReady(f"the adapter `{model[:128]}` is loading", param="model", retry_after_s=1.0)
     return None
+
+
+def _split(pool: PoolRoutes, tenant: Tenant, alias: str, asked: Asked) -> str:
+    """The version on trial, if this request goes to it."""
+    trial = pool.trials.get((tenant.name, alias))
+    return trial[0].adapter_id if trial is not None and is_for_trial(trial[0], asked) else ""
 
 
 def _route(pool: PoolRoutes, mount: Mount) -> Route:
@@ -185,7 +196,7 @@ def _base_handle(pool: PoolRoutes, tenant: Tenant) -> Handle:
     return Handle(tenant_id=tenant.tenant_id, tenant=tenant.name, pool_id=pool.entry.pool_id, base=pool.entry.base)
 
 
-def _default(table: RouteTable, tenant: Tenant) -> Route:
+def _default(table: RouteTable, tenant: Tenant, asked: Asked | None) -> Route:
     """The adapter marked default, else the only one; for gateway requests without a mark, the base."""
     pools = list(table.pools.values())
     if tenant is _GATEWAY:
@@ -196,7 +207,7 @@ def _default(table: RouteTable, tenant: Tenant) -> Route:
     names = sorted(_names(pools, tenant))
     chosen = tenant.default_adapter or (names[0] if len(names) == 1 else "")
     if chosen:
-        found = _adapter(table, tenant, chosen)
+        found = _adapter(table, tenant, chosen, asked)
         if found is None:
             raise AdapterNotFound(f"the default adapter `{chosen}` is not mounted", param="model")
         return found

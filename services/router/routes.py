@@ -11,7 +11,7 @@ import structlog
 
 from services.router.clock import ClusterClock
 from shared.bus import Entry
-from shared.contracts.adapters import Mount, PoolEntry, decode_pool
+from shared.contracts.adapters import Canary, Mount, PoolEntry, decode_pool
 from shared.contracts.inference import Handle
 from shared.contracts.state import (
     HEARTBEAT_KEY,
@@ -27,6 +27,7 @@ from shared.contracts.state import (
     decode_tenant,
 )
 from shared.contracts.tenancy import SHARES_PREFIX
+from shared.policy.lifecycle import AdapterState
 
 log = structlog.get_logger()
 
@@ -40,9 +41,15 @@ class PoolRoutes:
         self.entry = entry
         self.base_label = entry.base.rsplit("@", 1)[0]
         self.mounts: dict[str, dict[str, list[Mount]]] = {}  # tenant -> name -> versions mounted
+        self.trials: dict[tuple[str, str], tuple[Canary, Mount]] = {}  # by (tenant, alias): those that may get requests
         self._handles: dict[str, Handle] = {}  # by adapter_id
         for mount in entry.mounts.values():
             self.mounts.setdefault(mount.tenant, {}).setdefault(mount.name, []).append(mount)
+        for tenant, trials in entry.canaries.items():
+            for alias, canary in trials.items():
+                mount = entry.mounts.get(canary.adapter_id)
+                if mount is not None and mount.state is AdapterState.READY and not canary.stopped:
+                    self.trials[tenant, alias] = (canary, mount)
 
     def handle(self, mount: Mount) -> Handle:
         found = self._handles.get(mount.adapter_id)

@@ -17,6 +17,7 @@ from services.router.routes import RouteTable
 from services.router.server import Server, listen, make_server
 from services.router.settings import RouterSettings
 from services.router.tend import Tender
+from services.router.trials import Trials
 from services.router.usage import Usage
 from shared.bus import Bucket, Bus, BusUnavailable, Entry, Mirror, open_bucket
 from shared.contracts.state import HEARTBEAT_KEY, POOL_PREFIX, STATE_BUCKET
@@ -41,6 +42,7 @@ class Router:
         self.mirror: Mirror | None = None
         self.freshness: Freshness | None = None
         self.rates: Rates | None = None
+        self.trials: Trials | None = None
         self._listener: socket.socket | None = None
 
     def listen(self) -> int:
@@ -57,14 +59,15 @@ class Router:
         settings = self.settings
         freshness = self.freshness = Freshness(bus, HEARTBEAT_KEY, self._rebuild, settings.watch_silence_s, settings.stale_after_s)
         rates = self.rates = Rates(dispatcher, self.table.clock, self.metrics)
-        plane = DataPlane(dispatcher, self.table, freshness, usage, rates, self.metrics, self.settings)
+        trials = self.trials = Trials(bus, self.table, self.router_id)
+        plane = DataPlane(dispatcher, self.table, freshness, usage, rates, trials, self.metrics, self.settings)
         admin = make_admin_plane(bus, self.table, freshness, self.fleet, self.settings)
         app = App(plane, admin, freshness, bus, Gate(self.metrics.answer, self.settings.admin_key_sha256))
         server = make_server(app, self.settings.grace_s)
         self._gauges(plane, usage, rates, freshness, bus)
         await dispatcher.start()
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(task) for task in (tender.run(), usage.run(), rates.run())]
+            background = [tasks.create_task(task) for task in (tender.run(), usage.run(), rates.run(), trials.run())]
             background.append(tasks.create_task(self._follow(bus, freshness, tasks, background)))
             serving = tasks.create_task(server.serve(sockets=[self._listener]))
             log.info("router.started", router_id=self.router_id, host=self.settings.host, port=self._listener.getsockname()[1])
@@ -110,6 +113,8 @@ class Router:
             self.freshness.heard(entry)
         self.table.apply(key, entry)
         if key.startswith(POOL_PREFIX):
+            assert self.trials is not None
+            self.trials.follow()
             self.fleet.registered = {
                 worker.worker_id: worker.incarnation for pool in self.table.pools.values() for worker in pool.entry.workers.values()
             }

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shared.contracts import adapters, admin, rates, state, tenancy, workers
+from shared.contracts import adapters, admin, canary, rates, state, tenancy, workers
 from shared.contracts.subjects import ROOT, token
 
 
@@ -82,6 +82,7 @@ ROUTER = Permissions(
         f"{ROOT}.control.>",
         f"{ROOT}.worker.ping.>",
         f"{ROOT}.usage.router.>",
+        f"{ROOT}.canary.>",
         *rates.RATES_SUBJECTS,
         admin.ADMIN_SUBJECT,
         *_read_bucket(state.STATE_BUCKET),
@@ -138,6 +139,7 @@ REGISTRY = Permissions(
         admin.ADMIN_SUBJECT,
         workers.HELLO_SUBJECT,
         workers.REPORTS_SUBJECT,
+        canary.COUNTS_SUBJECTS,
         f"{ROOT}.usage.>",
     ),
 )
