@@ -39,6 +39,7 @@ class Admission:
         self.shares_revision = 0
         self.tenants = KnownTenants()
         self._waiters: dict[Hashable, asyncio.Future[TenantryError | None]] = {}
+        self._not_reserved: dict[Hashable, Place] = {}  # by the key of a first ask that waits
         self._run_s: dict[str, float] = {}  # how long a tenant's requests run lately
         self.use(EngineLimits(slots=0, max_rank=0, bytes_per_rank=0))
 
@@ -120,7 +121,7 @@ class Admission:
             await self._enter_together(place, ask, plan.prompts, limits)
         elif self._offer(place, ask):
             await self._wait_first(place, ask, limits)
-        call = self._call(ask, 1 if beam else max_tokens, shared=beam)
+        call = self._call(place, ask, 1 if beam else max_tokens, shared=beam)
         if beam:
             place.shared += (call,)
         return call
@@ -141,7 +142,7 @@ class Admission:
     def leave(self, call: Call) -> None:
         """The engine's call has ended. Idempotent."""
         if not call.shared:
-            self._left(call.ask, call.cached, call.output)
+            self._left(call.place, call.ask, call.cached, call.output)
 
     def finish(self, place: Place, ran_s: float) -> None:
         """The attempt is over, after so long in the engine: nothing of it waits or holds anything."""
@@ -149,10 +150,11 @@ class Admission:
             place.stop_waiting(Cancelled("the request has ended"))
         if not place.firsts:
             return
-        for call in place.shared:
-            self.queue.leave(call.ask, call.cached, call.output)
+        freed = sum(self.queue.leave(call.ask, call.cached, call.output) for call in place.shared)
         for first in place.firsts:
-            self.queue.finish(first)
+            freed += self.queue.finish(first)
+            self._not_reserved.pop(first.key, None)
+        place.held.change(-freed, self._now_us())
         before_s = self._run_s.get(place.tenant_id, ran_s)
         self._run_s[place.tenant_id] = before_s + (ran_s - before_s) / 8
         if self.queue.has_waiting:
@@ -161,9 +163,16 @@ class Admission:
     def pump(self) -> None:
         """Lets in what may enter now."""
         for ask in self.queue.take():
+            place = self._not_reserved.pop(ask.key, None)
+            if place is not None:
+                place.held.change(ask.all_blocks, self._now_us())
             future = self._waiters.get(ask.key)
             if future is not None and not future.done():
                 future.set_result(None)
+
+    def kv_byte_ms(self, place: Place) -> int:
+        """Bytes of KV cache that were reserved for it, times the milliseconds for which they were, until now."""
+        return place.held.block_us(self._now_us()) * self._block_bytes // 1000
 
     def uses(self) -> Iterator[TenantUse]:
         """Of the tenants that have anything or wait for it."""
@@ -176,8 +185,8 @@ class Admission:
     def _blocks(self, size_bytes: int | None) -> int | None:
         return size_bytes // self._block_bytes if size_bytes is not None and self._block_bytes else None
 
-    def _call(self, ask: Ask, max_tokens: int, *, shared: bool) -> Call:
-        return Call(ask, max_tokens, self.queue.line(ask.tenant_id).account.mean_output, shared=shared)
+    def _call(self, place: Place, ask: Ask, max_tokens: int, *, shared: bool) -> Call:
+        return Call(place, ask, max_tokens, self.queue.line(ask.tenant_id).account.mean_output, shared=shared)
 
     def _offer(self, place: Place, ask: Ask) -> bool:
         """Whether `ask`, with its followers one request, has to wait.
@@ -188,14 +197,21 @@ class Admission:
         if short is not None:
             raise refusal(short, self._block_bytes, self._retry_after_s(place.tenant_id))
         place.firsts.append(ask)
+        if ask.state is AskState.WAITING:
+            self._not_reserved[ask.key] = place
+        else:
+            place.held.change(ask.all_blocks, self._now_us())
         if ask.state is AskState.WAITING or ask.followers:
             self.pump()
         return ask.state is AskState.WAITING
 
     async def _wait_first(self, place: Place, ask: Ask, limits: TenantLimits) -> None:
-        asked_s = self._time()
-        await self._wait(place, ask, limits.queue_deadline_s)
-        place.queued_ms += (self._time() - asked_s) * 1000.0
+        place.queued_since_s = self._time()
+        try:
+            await self._wait(place, ask, limits.queue_deadline_s)
+        finally:
+            place.queued_ms = place.queued_until_ms(self._time())
+            place.queued_since_s = None
 
     async def _enter_together(self, place: Place, ask: Ask, prompts: int, limits: TenantLimits) -> None:
         """Waits for all prompts of the attempt, so that there is one decision; then for this one's turn."""
@@ -261,17 +277,23 @@ class Admission:
             del self._waiters[ask.key]
             place.waiting.remove(future)
             if not entered:
-                self._left(ask)
+                self._not_reserved.pop(ask.key, None)
+                self._left(place, ask)
         if error is not None:
             raise error
 
-    def _left(self, ask: Ask, cached_tokens: int = 0, output_tokens: int = 0) -> None:
-        self.queue.leave(ask, cached_tokens, output_tokens)
+    def _left(self, place: Place, ask: Ask, cached_tokens: int = 0, output_tokens: int = 0) -> None:
+        freed = self.queue.leave(ask, cached_tokens, output_tokens)
+        if freed:
+            place.held.change(-freed, self._now_us())
         if self.queue.has_waiting:
             self.pump()
 
     def _time(self) -> float:
         return asyncio.get_running_loop().time()
+
+    def _now_us(self) -> int:
+        return round(self._time() * 1_000_000)
 
     def _retry_after_s(self, tenant_id: str) -> float:
         """About when its tenant's queue will have moved up."""

@@ -18,12 +18,19 @@ _ONE_PROMPT = RequestPlan()
 class Attempt:
     """One attempt of one request while it is in this worker. Mutable; owned by the governor."""
 
-    def __init__(self, request_id: str, attempt: int, router_id: str, handle: Handle, path: str) -> None:
+    def __init__(
+        self, request_id: str, attempt: int, router_id: str, handle: Handle, path: str, *, key_id: str = "", began_s: float | None = None
+    ) -> None:
+        """`began_s`: loop time of its arrival."""
         self.request_id = request_id
         self.attempt = attempt
         self.router_id = router_id
         self.handle = handle
         self.path = path
+        self.key_id = key_id
+        self.began_s = began_s
+        self.first_token_s: float | None = None
+        self.ended_s: float | None = None
         self.subject_id = handle.subject_id
         self.plan = _ONE_PROMPT
         self.place = Place(handle.tenant_id)
@@ -178,6 +185,8 @@ class Governor:
     def count(self, attempt: Attempt, call: Call, *, completion_tokens: int, cached_tokens: int, now_s: float) -> None:
         """Adds what one step of the engine made, and prompt tokens that it found in its cache."""
         if completion_tokens:
+            if attempt.first_token_s is None:
+                attempt.first_token_s = now_s
             if not call.output:
                 self.admission.started(call)
             call.output += completion_tokens

@@ -190,7 +190,16 @@ class Service:
             self._outbox.end(stream, FrameKind.BOUNCED, reason.encode())
             return
         self._outbox.send(stream, FrameKind.ACCEPTED)
-        attempt = Attempt(request.request_id, request.attempt, request.router_id, request.handle, request.path)
+        began_s = asyncio.get_running_loop().time()
+        attempt = Attempt(
+            request.request_id,
+            request.attempt,
+            request.router_id,
+            request.handle,
+            request.path,
+            key_id=request.key_id,
+            began_s=began_s,
+        )
         engine_model = request.handle.adapter_id or self._engine.base_model_name
         answering = Answering(
             request, attempt, stream, outbox=self._outbox, app=self._engine.app, policy=self._policy, engine_model=engine_model

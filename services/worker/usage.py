@@ -39,6 +39,7 @@ class UsageMeter:
 
     def finish(self, attempt: Attempt, outcome: str) -> None:
         """The attempt's last figures; it has left the governor."""
+        attempt.ended_s = asyncio.get_running_loop().time()
         self._note(attempt, final=True, outcome=outcome)
         self._checkpoints.pop(attempt.key, None)
 
@@ -71,6 +72,7 @@ class UsageMeter:
         checkpoint = self._checkpoints.get(key, 0) + 1
         self._checkpoints[key] = checkpoint
         handle = attempt.handle
+        now_s = attempt.ended_s if attempt.ended_s is not None else asyncio.get_running_loop().time()
         self._unsent[key] = AttemptUsage(
             request_id=attempt.request_id,
             attempt=attempt.attempt,
@@ -88,6 +90,14 @@ class UsageMeter:
             cached_tokens=attempt.cached_tokens,
             engine_ms=attempt.engine_ms,
             outcome=outcome,
+            alias=handle.alias,
+            version=handle.version,
+            base=handle.base,
+            key_id=attempt.key_id,
+            queue_ms=attempt.place.queued_until_ms(now_s),
+            first_token_ms=_ms(attempt.began_s, attempt.first_token_s),
+            total_ms=_ms(attempt.began_s, now_s),
+            kv_byte_ms=self._governor.admission.kv_byte_ms(attempt.place),
         )
         self._changed.set()
 
@@ -121,3 +131,7 @@ class UsageMeter:
             finally:
                 self._sending -= 1
             await asyncio.sleep(_GATHER_S)
+
+
+def _ms(began_s: float | None, until_s: float | None) -> float:
+    return max(0.0, until_s - began_s) * 1000.0 if began_s is not None and until_s is not None else 0.0

@@ -150,8 +150,8 @@ class AdmissionQueue:
             line = self.lines[ask.tenant_id]
             line.prefill -= ask.prefill
 
-    def leave(self, ask: Ask, cached_tokens: int = 0, output_tokens: int = 0) -> None:
-        """It is out of the engine, or will not enter it. Idempotent."""
+    def leave(self, ask: Ask, cached_tokens: int = 0, output_tokens: int = 0) -> int:
+        """It is out of the engine, or will not enter it; the blocks that it gave back. Idempotent."""
         line = self.lines[ask.tenant_id]
         if ask.state is AskState.WAITING:
             ask.state = AskState.LEFT
@@ -173,17 +173,21 @@ class AdmissionQueue:
             ask.on_reserve = False
             self._on_reserve -= freed
         self._ready(line)
+        return freed
 
-    def finish(self, first: Ask) -> None:
-        """The request is over: whatever is left of it leaves, and it is no more one of its tenant's concurrent ones. Idempotent."""
+    def finish(self, first: Ask) -> int:
+        """The request is over: whatever is left of it leaves, and it is no more one of its tenant's concurrent ones; the blocks that it
+        gave back. Idempotent."""
+        freed = 0
         for ask in (first, *first.followers) if first.followers else (first,):
             if ask.state is not AskState.LEFT:
-                self.leave(ask)
+                freed += self.leave(ask)
         if first.counted:
             first.counted = False
             line = self.lines[first.tenant_id]
             line.running -= 1
             self._ready(line)
+        return freed
 
     def _may_bypass(self, ask: Ask) -> bool:
         return self.room.bypass + ask.seats <= self.room.shape.reserved_seats

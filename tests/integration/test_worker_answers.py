@@ -212,6 +212,33 @@ async def test_usage_is_cumulative_and_final_once(worker: WorkerHere, router: Fa
     assert [(u.prompt_tokens, u.completion_tokens, u.outcome) for u in mine] == [(3, 7, "complete")]
 
 
+async def test_a_usage_record_says_who_asked_what_served_it_and_how_long_it_took(
+    worker: WorkerHere, router: FakeRouter, registry: FakeRegistry
+) -> None:
+    mount = await registry.mount("ad_one")
+    await registry.ready("ad_one")
+    key = await router.ask(worker.handle(mount), prompt="one two", tokens=5, key_id="key_7")
+    await router.answer(key)
+    (final,) = await eventually(lambda: [u for u in registry.usage if u.request_id == key[0] and u.final])
+    assert (final.alias, final.version, final.base, final.key_id) == ("lora_ad_one", 1, worker.engine.description.identity, "key_7")
+    assert 0 < final.first_token_ms <= final.total_ms
+    assert final.queue_ms == 0
+    block_ms = worker.engine.limits.kv_block_bytes * final.total_ms
+    assert 0 < final.kv_byte_ms <= block_ms, "seven tokens are one block, reserved for a part of its time"
+
+
+@pytest.mark.parametrize(("prompt", "outcome"), [("[[fail]]", "error:engine_error"), ("[[hang]]", "error:deadline_exceeded")])
+async def test_what_ends_badly_is_counted_too(
+    worker: WorkerHere, router: FakeRouter, registry: FakeRegistry, prompt: str, outcome: str
+) -> None:
+    key = await router.ask(worker.handle(), prompt=prompt, tokens=8, budget_s=0.3)
+    await router.answer(key)
+    (final,) = await eventually(lambda: [u for u in registry.usage if u.request_id == key[0] and u.final])
+    assert (final.outcome, final.prompt_tokens) == (outcome, 1)
+    assert final.total_ms > 0
+    assert final.kv_byte_ms > 0
+
+
 async def test_the_report_counts_what_was_served(worker: WorkerHere, router: FakeRouter, registry: FakeRegistry) -> None:
     mount = await registry.mount("ad_one")
     await registry.ready("ad_one")

@@ -1,7 +1,8 @@
 """Admission carried out: one decision per attempt before anything starts, waits that end, refusals with figures. In virtual time."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
+from random import Random
 from typing import Any
 
 import pytest
@@ -356,3 +357,85 @@ async def test_what_a_deleted_tenant_was_guaranteed_is_everybodys_again_and_what
     held = desk.held
     desk.governor.end(running)
     assert desk.held == held - 2
+
+
+@virtual
+async def test_reserved_cache_counts_from_the_moment_it_is_reserved_until_it_is_given_back_and_waiting_as_waiting() -> None:
+    desk = Desk()
+    desk.tenant("a", kv_blocks=4)
+    first, second = desk.attempt(), desk.attempt()
+    now_s = asyncio.get_running_loop().time
+    kept = await desk.admit(first, samples=2)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(desk.admit(second))
+        await asyncio.sleep(1.5)
+        assert second.place.queued_until_ms(now_s()) == pytest.approx(1500)
+        assert desk.governor.admission.kv_byte_ms(first.place) == 4 * BLOCK_BYTES * 1500
+        assert desk.governor.admission.kv_byte_ms(second.place) == 0
+        desk.governor.leave(kept)
+        await settle()
+        assert waiting.done()
+    await asyncio.sleep(0.25)
+    desk.governor.end(first)
+    desk.governor.end(second)
+    await asyncio.sleep(10.0)
+    assert desk.governor.admission.kv_byte_ms(first.place) == 4 * BLOCK_BYTES * 1500
+    assert desk.governor.admission.kv_byte_ms(second.place) == 2 * BLOCK_BYTES * 250
+    assert second.place.queued_until_ms(now_s()) == pytest.approx(1500)
+
+
+@virtual
+async def test_whatever_ends_them_what_attempts_held_adds_up_to_what_the_ledger_held() -> None:
+    desk = Desk()
+    desk.tenant("a", kv_blocks=40, concurrent=3)
+    desk.tenant("b", kv_blocks=60)
+    loop, ledger, attempts, random = asyncio.get_running_loop(), desk.governor.admission.queue.ledger, list[Attempt](), Random(7)
+
+    async def run() -> None:
+        await asyncio.sleep(random.random() * 4)
+        prompts = random.choice((1, 1, 3))
+        beams = random.choice((0, 0, 2)) if prompts == 1 else 0
+        attempt = desk.attempt(random.choice("ab"), prompts=prompts, beams=beams, max_tokens=16)
+        attempts.append(attempt)
+
+        async def one() -> None:
+            call = await desk.admit(attempt, prompt=random.randint(1, 60), samples=1 if beams else random.choice((1, 2)), beam=bool(beams))
+            await asyncio.sleep(random.random())
+            desk.governor.leave(call)
+
+        ends = random.choice(("served", "served", "cut"))
+        try:
+            async with asyncio.timeout(None if ends == "served" else random.random()), asyncio.TaskGroup() as group:
+                for _ in range(prompts):
+                    group.create_task(one())
+        except (TimeoutError, ExceptionGroup):
+            pass  # cut off, or refused: counted all the same
+        finally:
+            desk.governor.end(attempt)
+
+    expected, before_us, held = 0, 0, 0
+
+    reserve, release = ledger.reserve, ledger.release
+
+    def mark() -> None:
+        nonlocal expected, before_us, held
+        now_us = round(loop.time() * 1_000_000)
+        expected += held * (now_us - before_us)
+        before_us, held = now_us, ledger.held
+
+    def reserved(key: Hashable, tenant_id: str, blocks: int) -> None:
+        reserve(key, tenant_id, blocks)
+        mark()
+
+    def released(key: Hashable) -> int:
+        freed = release(key)
+        mark()
+        return freed
+
+    ledger.reserve, ledger.release = reserved, released
+    async with asyncio.TaskGroup() as group:
+        for _ in range(120):
+            group.create_task(run())
+    assert desk.held == 0
+    assert expected > 0
+    assert sum(attempt.place.held.block_us(round(loop.time() * 1_000_000)) for attempt in attempts) == expected
