@@ -5,6 +5,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
 from ulid import ULID
 
 from shared.bus import Bus, Entry, Mirror, open_bucket
@@ -15,6 +16,7 @@ from shared.runtime import end
 from tests.integration.registry_rig import BASE, LIMITS, POOL
 
 _REPORT_S = 0.03
+_LIMITS = msgspec.structs.replace(LIMITS, kv_blocks=1000, kv_block_bytes=1)
 
 
 class ShareWorker:
@@ -33,7 +35,7 @@ class ShareWorker:
 
     async def hello(self) -> None:
         hello = workers.WorkerHello(
-            worker_id=self.worker_id, incarnation=self.incarnation, pool_id=POOL, base=BASE, limits=LIMITS, engine="shares"
+            worker_id=self.worker_id, incarnation=self.incarnation, pool_id=POOL, base=BASE, limits=_LIMITS, engine="shares"
         )  # fmt: skip
         reply = admin.decode_reply(await self.bus.request(workers.HELLO_SUBJECT, workers.encode(hello), 20.0))
         if reply.error is not None:

@@ -8,7 +8,7 @@ from services.registry.store import Store
 from shared.contracts.adapters import PoolEntry
 from shared.contracts.state import Tenant
 from shared.errors import QuotaExceeded, TenantryError
-from shared.policy.limits import guarantee, pool_kv_bytes
+from shared.policy.guarantees import guarantee, overcommitted_bytes, pool_kv_bytes, silent_workers
 from shared.policy.mounts import Change
 
 log = structlog.get_logger()
@@ -20,6 +20,7 @@ class GuaranteeService:
         self._mounting = mounting
         self._abandoned_s = abandoned_s
         self._surplus = Standstill()
+        self._overcommitted: dict[str, int] = {}  # by pool: as told last
 
     async def raise_to(self, tenant_id: str, kv_bytes: int | None) -> None:
         """At least this much in every pool, or nothing changed.
@@ -53,6 +54,10 @@ class GuaranteeService:
 
     async def repair(self, pool: PoolEntry, now_s: float) -> None:
         """What tenants' limits say and the pool has room for; a surplus only after it has stood for a while (it may be on its way up)."""
+        over = overcommitted_bytes(pool)
+        if over != self._overcommitted.get(pool.pool_id, 0):
+            self._overcommitted[pool.pool_id] = over
+            (log.warning if over else log.info)("pool.overcommitted", pool=pool.pool_id, over_bytes=over)
         tenants = {tenant.tenant_id: tenant for tenant in self._store.tenants()}
         for tenant_id, tenant in tenants.items():
             asked = tenant.limits.kv_quota_bytes or 0
@@ -72,10 +77,21 @@ def guarantee_notes(pool: PoolEntry, tenant: Tenant) -> list[str]:
     asked = tenant.limits.kv_quota_bytes
     if not asked:
         return []
-    if pool_kv_bytes(pool) is None:
-        return [
-            f"pool {pool.pool_id}: whether its KV cache holds what tenants are guaranteed is not checked (a worker has not said its size)"
-        ]
+    notes = [
+        f"pool {pool.pool_id}: worker {worker_id} has not said how large its KV cache is, and serves no tenant with a KV quota"
+        for worker_id in silent_workers(pool)
+    ]
     if pool.guaranteed.get(tenant.tenant_id, 0) < asked:
-        return [f"pool {pool.pool_id}: its KV cache has no room to guarantee {asked} bytes beside what others are guaranteed"]
-    return []
+        notes.append(f"pool {pool.pool_id}: its KV cache has no room to guarantee {asked} bytes beside what others are guaranteed")
+    return notes + pool_notes(pool)
+
+
+def pool_notes(pool: PoolEntry) -> list[str]:
+    """A pool that has shrunk below what it guarantees."""
+    if not overcommitted_bytes(pool):
+        return []
+    limit, given = pool_kv_bytes(pool) or 0, sum(pool.guaranteed.values())
+    return [
+        f"pool {pool.pool_id} is overcommitted: {given} bytes of KV cache are guaranteed, its workers have {limit}; each guarantee counts"
+        f" for {limit / given:.0%} until a worker comes back or quotas are lowered"
+    ]

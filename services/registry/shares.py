@@ -19,6 +19,7 @@ from shared.contracts.adapters import PoolEntry
 from shared.contracts.state import Tenant
 from shared.contracts.tenancy import TenantShares
 from shared.errors import Conflict, TenantryError
+from shared.policy.guarantees import assured_bytes, kv_caches
 from shared.policy.shares import decide
 
 log = structlog.get_logger()
@@ -102,7 +103,9 @@ class SharesService:
         workers = {worker_id: worker.incarnation for worker_id, worker in pool.workers.items()}
         known = tenancy.decode_shares(entry.value) if entry is not None else None
         uses = self._reports.uses(pool).of(tenant.tenant_id)
-        return decide(known, entry.revision if entry else 0, tenant.tenant_id, tenant.name, tenant.limits, workers, uses)
+        caches = kv_caches(pool)
+        assured = assured_bytes(caches, pool.guaranteed, tenant.tenant_id)
+        return decide(known, entry.revision if entry else 0, tenant.tenant_id, tenant.name, tenant.limits, workers, uses, caches, assured)
 
     async def forget(self, tenant_id: str) -> None:
         for key in await self._store.live.keys(tenancy.SHARES_PREFIX):
@@ -143,15 +146,17 @@ class SharesService:
             if pool_keys is not None and pool_key not in pool_keys:
                 continue
             workers = {worker_id: worker.incarnation for worker_id, worker in pool.workers.items()}
-            standing = tuple(workers.items())
+            standing, caches = tuple(workers.items()), kv_caches(pool)
             uses = self._reports.uses(pool)
             for tenant_revision, tenant in [(0, _GATEWAY), *tenants.values()]:
                 key = tenancy.shares_key(pool.pool_id, tenant.tenant_id)
                 revision, known = shares.get(key, (0, None))
-                looks = (revision, tenant_revision, standing)
+                assured = assured_bytes(caches, pool.guaranteed, tenant.tenant_id)
+                looks = (revision, tenant_revision, standing, tuple(assured.values()))
                 if self._settled.get(key) == looks and not uses.busy(tenant.tenant_id):
                     continue
-                after = decide(known, revision, tenant.tenant_id, tenant.name, tenant.limits, workers, uses.of(tenant.tenant_id))
+                used = uses.of(tenant.tenant_id)
+                after = decide(known, revision, tenant.tenant_id, tenant.name, tenant.limits, workers, used, caches, assured)
                 if after != known:
                     writes.append(_Write(key, tenancy.encode(after), revision))
                 elif _is_at_rest(after):

@@ -3,6 +3,7 @@
 import msgspec
 import structlog
 
+from services.registry.guarantees import pool_notes
 from services.registry.matrix import MatrixService
 from services.registry.mounting import Mounting
 from services.registry.reports import Reports
@@ -15,6 +16,7 @@ from shared.contracts.subjects import token
 from shared.contracts.workers import HelloAccepted, WorkerHello
 from shared.errors import InvalidRequest, NotFound, TenantryError
 from shared.policy.admission import held_bytes
+from shared.policy.guarantees import pool_kv_bytes
 from shared.policy.mounts import Change, worker_arrived, worker_removed
 from shared.policy.placement import slots_held
 
@@ -98,6 +100,9 @@ class WorkerService:
             ),
             mounts=tuple(mount for _, mount in sorted(pool.mounts.items())),
             aliases=pool.aliases,
+            kv_cache_bytes=pool_kv_bytes(pool),
+            kv_guaranteed_bytes=sum(pool.guaranteed.values()),
+            notes=tuple(pool_notes(pool)),
         )
 
     def _worker_view(self, pool: PoolEntry, worker: PoolWorker) -> admin.WorkerView:

@@ -58,10 +58,21 @@ class Admission:
         if share is None and (limits.kv_quota_bytes is not None or limits.max_concurrent is not None):
             self.tenants.forget(tenant_id)
             return
+        if limits.kv_quota_bytes is not None and not self._block_bytes:
+            log.warning("tenant.kv_quota_cannot_be_kept", tenant_id=tenant_id)
+            self.tenants.forget(
+                tenant_id, "the engine has not said how its KV cache is laid out, so that the tenant's quota of it cannot be kept"
+            )
+            return
         self.queue.set_terms(
             tenant_id,
             TenantTerms(
-                kv=KvShare(self._blocks(share.kv_bytes if share is not None else None), limits.burst, self._blocks(limits.kv_quota_bytes)),
+                kv=KvShare(
+                    self._blocks(share.kv_bytes if share is not None else None),
+                    limits.burst,
+                    self._blocks(limits.kv_quota_bytes),
+                    self._blocks(share.assured_kv_bytes if share is not None else None),
+                ),
                 concurrent=share.concurrent if share is not None else None,
                 most_concurrent=limits.max_concurrent,
                 weight=limits.weight,

@@ -16,6 +16,7 @@ class KnownTenants:
 
     def __init__(self) -> None:
         self._limits: dict[str, TenantLimits] = {}
+        self._why: dict[str, str] = {}  # tenants that are not served whatever comes to be known
         self._synced = True
         self._has_shares = False
         self._changed = asyncio.Event()
@@ -31,12 +32,17 @@ class KnownTenants:
     def add(self, tenant_id: str, limits: TenantLimits) -> None:
         self._has_shares = True
         self._limits[tenant_id] = limits
+        self._why.pop(tenant_id, None)
         self._tell()
 
-    def forget(self, tenant_id: str) -> None:
-        """What it has runs to its end; nothing new is let in until it is known again."""
+    def forget(self, tenant_id: str, why: str = "") -> None:
+        """What it has runs to its end; nothing new is let in until it is known again. `why`: waiting for that is of no use."""
         self._has_shares = True
         self._limits.pop(tenant_id, None)
+        self._why.pop(tenant_id, None)
+        if why:
+            self._why[tenant_id] = why
+            self._tell()
 
     def find(self, tenant_id: str) -> TenantLimits | None:
         if self._synced:
@@ -50,6 +56,8 @@ class KnownTenants:
             limits = self.find(tenant_id)
             if limits is not None:
                 return limits
+            if tenant_id in self._why:
+                raise WorkerUnavailable(f"this worker cannot serve the tenant: {self._why[tenant_id]}", retry_after_s=30.0)
             try:
                 async with asyncio.timeout_at(give_up_s):
                     await self._changed.wait()

@@ -315,6 +315,9 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     tenants: tuple[PoolTenantView, ...] = ()
     mounts: tuple[Mount, ...] = ()
     aliases: dict[str, dict[str, str]] = {}  # tenant -> alias -> adapter_id that serves it
+    kv_cache_bytes: int | None = None  # of all its workers; None: one has not said
+    kv_guaranteed_bytes: int = 0  # to all tenants
+    notes: tuple[str, ...] = ()  # what cannot be kept of that now
 
 
 encode = msgspec.json.Encoder().encode

@@ -33,7 +33,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part. `held_*`: the most that it may still be using of earlier, larger parts; equal once it has acknowledged.
 
-    None: not limited. The sum over workers of max(part, held) never passes the quota. Enforced by that `incarnation` alone: a
+    None: not limited. The sum over workers of max(part, held) never passes the quota. `assured_kv_bytes`: what of the part only this
+    tenant can draw on; None: all of it (an entry of before there was a difference). Enforced by that `incarnation` alone: a
     worker that finds another's here, or no part of its own under limits, has none until it is given one.
     """
 
@@ -42,6 +43,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     concurrent: int | None = None
     held_kv_bytes: int = 0
     held_concurrent: int = 0
+    assured_kv_bytes: int | None = None
 
 
 class TenantShares(msgspec.Struct, frozen=True, kw_only=True):

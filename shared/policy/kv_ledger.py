@@ -19,16 +19,19 @@ class Fit(Enum):
 class KvShare(msgspec.Struct, frozen=True):
     """`blocks` None: no share of its own; it then has what nobody is guaranteed, together with all others like it.
 
-    `most`: its whole quota, of which `blocks` are this worker's part now and may become more; None: `blocks`.
+    `most`: its whole quota, of which `blocks` are this worker's part now and may become more; None: `blocks`. `assured`: as much of
+    `blocks` as only it can draw on here, None: all. Of all tenants it sums to no more than the cache; parts may sum to more.
     """
 
     blocks: int | None = None
     burst: bool = False
     most: int | None = None
+    assured: int | None = None
 
     @property
     def guaranteed(self) -> int:
-        return self.blocks or 0
+        part = self.blocks or 0
+        return part if self.assured is None else min(part, self.assured)
 
 
 class KvLayout(msgspec.Struct, frozen=True):
@@ -101,14 +104,14 @@ class KvLedger:
         share, held = self._shares.get(tenant_id, _NONE), self._held.get(tenant_id, 0)
         if blocks > self.limit_of(tenant_id):
             return Fit.NEVER
-        guaranteed = share.blocks or 0
-        beyond = held + blocks - guaranteed
-        if beyond > 0 and share.blocks is not None and not share.burst:
+        guaranteed = share.guaranteed
+        within = held + blocks <= guaranteed
+        if share.blocks is not None and not share.burst and not within and held + blocks > min(share.blocks, self._reach(guaranteed)):
             return Fit.OWN_FULL
         free = self.blocks - self.held
         if blocks > free:
             return Fit.ROOM_FULL
-        if beyond <= 0:
+        if within:
             return Fit.NOW
         others_idle = self.promised_idle - max(0, guaranteed - held)
         kept_back = min(wanted_by_others, others_idle) if share.burst else others_idle
@@ -134,6 +137,10 @@ class KvLedger:
             self._hold(tenant_id, -blocks)
         return blocks
 
+    def _reach(self, guaranteed: int) -> int:
+        """The most that one of this guarantee can come to hold beside what others are guaranteed: nobody is kept waiting for more."""
+        return self.blocks - (self.guaranteed - guaranteed) - self.reserved
+
     def _share(self, tenant_id: str) -> KvShare:
         return self._shares.get(tenant_id, _NONE)
 
@@ -141,7 +148,7 @@ class KvLedger:
         before = self._held.get(tenant_id, 0)
         after = before + blocks
         self.held += blocks
-        guaranteed = self._shares.get(tenant_id, _NONE).blocks
+        guaranteed = self._shares.get(tenant_id, _NONE).guaranteed
         if guaranteed:
             self.promised_idle += max(0, guaranteed - after) - max(0, guaranteed - before)
         if after:

@@ -1,13 +1,12 @@
-"""Which limits a tenant may be given: every field with its bounds, and changes to some of them; and what a pool may guarantee."""
+"""Which limits a tenant may be given: every field with its bounds, and changes to some of them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from shared.contracts.adapters import PoolEntry
 from shared.contracts.tenancy import TenantLimits
-from shared.errors import InvalidRequest, QuotaExceeded
+from shared.errors import InvalidRequest
 
 MAX_BYTES = 1 << 50
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -46,27 +45,3 @@ def changed(limits: TenantLimits, changes: Mapping[str, Any]) -> TenantLimits | 
 def _wrong(name: str, value: object, why: str) -> InvalidRequest:
     shown = repr(value)[:40]
     return InvalidRequest(f"limits.{name} is {shown}: {why}", field=f"limits.{name}", got=shown)
-
-
-def pool_kv_bytes(pool: PoolEntry) -> int | None:
-    """KV cache of all of a pool's workers; None while one of them has not said how much it has."""
-    sizes = [worker.limits.kv_blocks * worker.limits.kv_block_bytes for worker in pool.workers.values()]
-    return sum(sizes) if sizes and all(sizes) else None
-
-
-def guarantee(pool: PoolEntry, tenant_id: str, kv_bytes: int | None) -> PoolEntry | QuotaExceeded:
-    """The entry with this much KV cache guaranteed to the tenant (None: nothing), or why it cannot be. Less than before always can."""
-    others = {known: size for known, size in pool.guaranteed.items() if known != tenant_id}
-    limit = pool_kv_bytes(pool)
-    held = sum(others.values())
-    if kv_bytes and kv_bytes > pool.guaranteed.get(tenant_id, 0) and limit is not None and held + kv_bytes > limit:
-        return QuotaExceeded(
-            f"pool {pool.pool_id} has {limit} bytes of KV cache, of which {held} are guaranteed to other tenants; {kv_bytes} do not fit",
-            scope="pool_kv",
-            field="limits.kv_quota_bytes",
-            pool=pool.pool_id,
-            asked_bytes=kv_bytes,
-            held_bytes=held,
-            limit_bytes=limit,
-        )
-    return msgspec.structs.replace(pool, guaranteed={**others, tenant_id: kv_bytes} if kv_bytes else others)

@@ -2,7 +2,7 @@
 
 `decide` gives the entry as it should stand next, from the entry as read and what workers last reported; whoever writes it, by
 compare-and-set, may have read stale reports. In every entry `held >= part`, and the sum of `held` is at most the quota, or
-at most what it was before (a quota that was lowered evicts nothing).
+at most what it was before (a quota that was lowered evicts nothing). No part of the KV cache is larger than its worker's cache.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from shared.contracts.tenancy import Share, TenantLimits, TenantShares
 
 UNKNOWN = 1 << 62  # held by a worker that was not limited when it last spoke
 _FINE = 16  # a donor's slack below this part of the quota is given whole, else half of it
+_UNKNOWN_CACHES: Mapping[str, int] = {}
 _Parts = dict[str, int]
 
 
@@ -41,11 +42,14 @@ def decide(
     limits: TenantLimits,
     workers: Mapping[str, str],
     uses: Mapping[str, Use],
+    caches: Mapping[str, int] = _UNKNOWN_CACHES,
+    assured: Mapping[str, int] = _UNKNOWN_CACHES,
 ) -> TenantShares:
     """The entry to write; equal to `entry` if nothing is to be done.
 
     `workers`: incarnations by worker_id as the pool's entry names them; `uses` by worker_id. A report counts only if it is of
-    that incarnation and enforces `revision`, the one that `entry` was read at.
+    that incarnation and enforces `revision`, the one that `entry` was read at. `caches`: bytes of each worker's KV cache, empty
+    where one of them has not said; `assured`: how much of each is the tenant's alone (shared/policy/guarantees.py).
     """
     known = entry.workers if entry is not None else {}
     before = entry.limits if entry is not None else None
@@ -61,6 +65,7 @@ def decide(
         {w: _Load(u.kv_bytes, u.waiting, u.running + u.waiting, limits.kv_quota_bytes or 0 if u.waiting else 0) for w, u in uses.items()},
         enforced,
         gone,
+        caches if caches.keys() >= workers.keys() else {},
         was_limited=before is None or before.kv_quota_bytes is not None,
     )
     concurrent = _split(
@@ -71,6 +76,7 @@ def decide(
         {w: _Load(u.running, u.waiting, u.running + u.waiting, u.waiting) for w, u in uses.items()},
         enforced,
         gone,
+        {},
         was_limited=before is None or before.max_concurrent is not None,
     )
     shares = {
@@ -80,6 +86,7 @@ def decide(
             held_kv_bytes=kv[worker_id][1],
             concurrent=concurrent[worker_id][0],
             held_concurrent=concurrent[worker_id][1],
+            assured_kv_bytes=assured.get(worker_id, 0) if limits.kv_quota_bytes is not None else None,
         )
         for worker_id in sorted(workers)
     }
@@ -94,13 +101,16 @@ def _split(
     loads: Mapping[str, _Load],
     enforced: set[str],
     gone: set[str],
+    caps: Mapping[str, int],
     *,
     was_limited: bool,
 ) -> dict[str, tuple[int | None, int]]:
-    """Part and held of every worker, for one resource."""
+    """Part and held of every worker, for one resource. `caps`: what each worker has of it at all; empty: no bound."""
     if quota is None:
         return {worker_id: (None, 0) for worker_id in workers}
-    parts = {worker_id: old_parts.get(worker_id) or 0 for worker_id in workers}
+    if caps:
+        quota = min(quota, sum(caps[worker_id] for worker_id in workers))
+    parts = {worker_id: min(old_parts.get(worker_id) or 0, caps.get(worker_id, UNKNOWN)) for worker_id in workers}
     held: _Parts = {}
     for worker_id in workers:
         if worker_id in gone:  # its incarnation is dead, and holds nothing
@@ -114,11 +124,11 @@ def _split(
     if sum(parts.values()) > quota:
         parts = _scaled(parts, quota)
     elif not was_limited:
-        parts = _levelled(parts, quota)
+        parts = _levelled(parts, quota, caps)
     elif sum(held.values()) < quota:
-        _grant(quota - sum(held.values()), parts, held, loads)
+        _grant(quota - sum(held.values()), parts, held, loads, caps)
     elif held == parts:
-        _cut(quota, parts, loads)
+        _cut(quota, parts, loads, caps)
     return {worker_id: (parts[worker_id], held[worker_id]) for worker_id in workers}
 
 
@@ -131,57 +141,68 @@ def _scaled(parts: _Parts, quota: int) -> _Parts:
     return cut
 
 
-def _levelled(parts: _Parts, total: int) -> _Parts:
-    """Raised so that they sum to `total`, the lowest first."""
-    raised = dict(parts)
-    left = total - sum(raised.values())
-    order = sorted(raised, key=lambda w: (raised[w], w))
-    for count in range(1, len(order) + 1):
-        level = raised[order[count]] if count < len(order) else None
-        step = left if level is None else min(left, (level - raised[order[0]]) * count)
-        each, odd = divmod(step, count)
-        for place, worker_id in enumerate(order[:count]):
-            raised[worker_id] += each + (place < odd)
-        left -= step
-    return raised
+def _levelled(parts: _Parts, total: int, caps: Mapping[str, int]) -> _Parts:
+    """Raised so that they sum to `total` (or to all caps), the lowest first: in measure of the caps, else evenly."""
+    weights = {worker_id: caps.get(worker_id, 1) if caps else 1 for worker_id in parts}
+    order = sorted((w for w in parts if weights[w]), key=lambda w: (parts[w] / weights[w], w))
+    if caps:
+        total = min(total, sum(parts[w] for w in parts if not weights[w]) + sum(weights[w] for w in order))
+    left = total - sum(parts.values())
+    if left <= 0 or not order:
+        return dict(parts)
+    level, weight = 0, 0  # what those that are raised sum to, and their weight
+    raised: list[str] = []
+    for worker_id in order:
+        if weight and parts[worker_id] * weight >= (level + left) * weights[worker_id]:
+            break
+        raised.append(worker_id)
+        level += parts[worker_id]
+        weight += weights[worker_id]
+    after = dict(parts)
+    for worker_id in raised:
+        after[worker_id] = (level + left) * weights[worker_id] // weight
+    for worker_id in raised[: total - sum(after.values())]:
+        after[worker_id] += 1
+    return after
 
 
-def _grant(free: int, parts: _Parts, held: _Parts, loads: Mapping[str, _Load]) -> None:
+def _grant(free: int, parts: _Parts, held: _Parts, loads: Mapping[str, _Load], caps: Mapping[str, int]) -> None:
     """What nobody has or may still use: to where work waits, the rest evenly."""
     waiting = {w: load for w, load in loads.items() if load.lacks > 0}
     weight = sum(load.requests for load in waiting.values())
     left = free
     for worker_id, load in sorted(waiting.items()):
-        lacks = max(0, load.used + load.lacks - parts[worker_id])
+        lacks = min(max(0, load.used + load.lacks - parts[worker_id]), caps.get(worker_id, UNKNOWN) - parts[worker_id])
         grant = min(left, lacks, -(-free * load.requests // weight))
         parts[worker_id] += grant
         left -= grant
     settled = {w: part for w, part in parts.items() if held[w] <= part}
     if settled:
-        parts.update(_levelled(settled, sum(settled.values()) + left))
+        parts.update(_levelled(settled, sum(settled.values()) + left, caps))
     for worker_id in parts:
         held[worker_id] = max(held[worker_id], parts[worker_id])
 
 
-def _cut(quota: int, parts: _Parts, loads: Mapping[str, _Load]) -> None:
+def _cut(quota: int, parts: _Parts, loads: Mapping[str, _Load], caps: Mapping[str, int]) -> None:
     """Takes room from workers that do not need it, where another lacks some: `parts` shrink, `held` keeps it until they agree."""
-    fair = _fair(quota, parts, loads)
-    lacking = {w for w, load in loads.items() if load.lacks > 0 and load.used + load.lacks > parts[w]}
+    hungry = {w for w, load in loads.items() if load.lacks > 0 and load.used + load.lacks > parts[w]}
+    lacking = {w for w in hungry if parts[w] < caps.get(w, UNKNOWN)}
     if lacking:
+        fair = _fair(quota, parts, loads)
         for worker_id in parts:
-            if worker_id in lacking:
+            if worker_id in hungry:
                 if any(parts[other] < fair[other] // 2 for other in lacking):
                     parts[worker_id] = min(parts[worker_id], fair[worker_id])
                 continue
             used = loads[worker_id].used if worker_id in loads else 0
             slack = max(0, parts[worker_id] - used)
             parts[worker_id] -= slack if slack * _FINE <= quota else (slack + 1) // 2
-        return
-    even = quota // len(parts) if parts else 0
-    if any(part < even // 2 for part in parts.values()):  # so that work that comes there need not wait for a move
-        for worker_id, part in parts.items():
-            used = loads[worker_id].used if worker_id in loads else 0
-            parts[worker_id] = min(part, max(even, used))
+    elif not hungry:
+        even = _levelled(dict.fromkeys(parts, 0), quota, caps)
+        if any(part < even[w] // 2 for w, part in parts.items()):  # so that work that comes there need not wait for a move
+            for worker_id, part in parts.items():
+                used = loads[worker_id].used if worker_id in loads else 0
+                parts[worker_id] = min(part, max(even[worker_id], used))
 
 
 def _fair(quota: int, parts: _Parts, loads: Mapping[str, _Load]) -> _Parts:

@@ -116,10 +116,40 @@ async def test_what_is_guaranteed_in_sum_fits_the_pools_kv_cache(bus: Bus) -> No
         assert (await manager.pool()).guaranteed == {sales.tenant_id: 100}
 
 
-async def test_guarantees_that_nobody_can_check_are_given_and_said_to_be_unchecked(bus: Bus) -> None:
+async def test_a_kv_quota_is_refused_while_a_worker_has_not_said_what_it_has(bus: Bus) -> None:
     async with small_cluster(bus) as (manager, _):
-        made = await manager.tenant("sales", limits={"kv_quota_bytes": 10**9})
-        assert "not checked" in made.notes[0]
+        with pytest.raises(QuotaExceeded, match="has not said how large its KV cache is") as caught:
+            await manager.tenant("sales", limits={"kv_quota_bytes": 1})
+        assert (caught.value.fields["field"], caught.value.fields["asked_bytes"]) == ("limits.kv_quota_bytes", 1)
+        await manager.tenant("sales", limits={"max_concurrent": 1})
+
+
+async def test_a_worker_that_does_not_say_what_it_has_is_told_beside_a_tenants_kv_quota(bus: Bus) -> None:
+    async with small_cluster(bus, limits=WITH_KV) as (manager, _):
+        await manager.tenant("sales", limits={"kv_quota_bytes": 100})
+        await FakeWorker(bus, "w2").hello()
+        assert "w2 has not said" in (await shown(manager, "sales")).notes[0]
+
+
+async def test_a_pool_that_shrinks_below_what_it_guarantees_says_so_and_grows_out_of_it(bus: Bus) -> None:
+    async with small_cluster(bus, limits=WITH_KV) as (manager, _):
+        await FakeWorker(bus, "w2", limits=WITH_KV).hello()
+        made = await manager.tenant("sales", limits={"kv_quota_bytes": 1500})
+        assert made.notes == ()
+        await manager.ask(admin.RemoveWorker(pool_id=POOL, worker_id="w2"))
+        assert (
+            "1500 bytes of KV cache are guaranteed, its workers have 1000; each guarantee counts for 67%"
+            in (await shown(manager, "sales")).notes[0]
+        )
+        (pool,) = msgspec.convert(await manager.ask(admin.ListPools()), list[admin.PoolView])
+        assert (pool.kv_cache_bytes, pool.kv_guaranteed_bytes, len(pool.notes)) == (1000, 1500, 1)
+        entry = await shares_of(bus, made.tenant_id)
+        assert entry is not None
+        assert {w: (share.kv_bytes, share.assured_kv_bytes) for w, share in entry.workers.items()} == {"w1": (1000, 1000)}
+        with pytest.raises(QuotaExceeded):
+            await manager.tenant("cs", limits={"kv_quota_bytes": 1})
+        await FakeWorker(bus, "w3", limits=WITH_KV).hello()
+        assert (await shown(manager, "sales")).notes == ()
 
 
 async def test_a_pool_that_comes_later_guarantees_what_fits_and_the_rest_is_told(bus: Bus) -> None:

@@ -96,9 +96,10 @@ class Ledger(RuleBasedStateMachine):
     def sum_of(self, tenant: str) -> int:
         return sum(blocks for who, blocks in self.held.values() if who == tenant)
 
-    @rule(tenant=st.sampled_from(tenants), blocks=st.none() | st.integers(0, 16), burst=st.booleans())
-    def share(self, tenant: str, blocks: int | None, burst: bool) -> None:
-        self.shares[tenant] = KvShare(blocks, burst)
+    @rule(tenant=st.sampled_from(tenants), blocks=st.none() | st.integers(0, 60), burst=st.booleans(), assured=st.integers(0, 16))
+    def share(self, tenant: str, blocks: int | None, burst: bool, assured: int) -> None:
+        """What is assured in sum fits the cache, as the registry sees to; parts may pass it."""
+        self.shares[tenant] = KvShare(blocks, burst, None, assured)
         self.book.set_share(tenant, self.shares[tenant])
 
     @rule(tenant=st.sampled_from(tenants), blocks=st.integers(1, 24), wanted=st.integers(0, 20))
@@ -108,8 +109,8 @@ class Ledger(RuleBasedStateMachine):
             return
         if share.blocks is not None and not share.burst:
             assert before + blocks <= share.blocks, "above the share"
-        if share.blocks is None and not share.burst:
-            idle = sum(max(0, s.guaranteed - self.sum_of(t)) for t, s in self.shares.items())
+        if before + blocks > share.guaranteed and not share.burst:
+            idle = sum(max(0, s.guaranteed - self.sum_of(t)) for t, s in self.shares.items() if t != tenant)
             assert sum(b for _, b in self.held.values()) + blocks + idle <= 64, "took what another is guaranteed"
         self.next += 1
         self.held[self.next] = (tenant, blocks)
