@@ -1,12 +1,18 @@
-"""Registry, two workers and four routers as they are: a tenant's flood over all of them stays within its quota at every moment."""
+"""Registry, two workers and four routers as they are: a tenant's flood over all of them stays within its quota at every moment.
+
+Each quota is tried where it is the one that binds, and beside it the same flood where every worker is given the whole quota: the
+watch must see that.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
 from services.router.settings import RouterSettings
 from services.router.stack import Router
@@ -14,14 +20,16 @@ from services.worker.scripted_engine import KV_BLOCK_BYTES, ScriptedSettings
 from shared.bus import Bus, BusSettings, connect
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import admin
+from shared.contracts.tenancy import TenantShares
 from shared.contracts.workers import TenantUse
+from shared.policy.shares import decide
 from shared.runtime import Stop
 from tests.integration.registry_rig import QUICK, Admin, running_registry
 from tests.router_fakes import until_ready
 from tests.waiting import until, until_async
 from tests.worker_peers import WorkerHere, worker_here
 
-CONCURRENT, KV_BYTES = 6, 30 * KV_BLOCK_BYTES
+CONCURRENT, KV_BYTES = 6, 18 * KV_BLOCK_BYTES
 
 
 @asynccontextmanager
@@ -68,23 +76,27 @@ class Watch:
             await asyncio.sleep(0.001)
 
 
-async def test_a_flood_over_four_routers_and_two_workers_stays_within_the_quota(
-    nats_server: EmbeddedNats, bus: Bus, tmp_path: Path
-) -> None:
-    engine = ScriptedSettings(tokens_per_s=200)
+class Flooded(msgspec.Struct):
+    watch: Watch
+    statuses: list[int]
+
+
+async def flood(server: EmbeddedNats, bus: Bus, folder: Path, limits: dict[str, int]) -> Flooded:
+    """120 requests of 3 blocks each over four routers."""
+    engine = ScriptedSettings(tokens_per_s=200, concurrency=64)
     settings = msgspec.structs.replace(QUICK, shares_s=0.05)
     async with (
         running_registry(bus, settings),
-        worker_here(nats_server, tmp_path / "w1", worker_id="w1", engine=engine) as first,
-        worker_here(nats_server, tmp_path / "w2", worker_id="w2", engine=engine) as second,
-        routers(nats_server, 4) as clients,
+        worker_here(server, folder / "w1", worker_id="w1", engine=engine) as first,
+        worker_here(server, folder / "w2", worker_id="w2", engine=engine) as second,
+        routers(server, 4) as clients,
     ):
         manager = Admin(bus)
-        tenant = await manager.tenant("sales", limits={"max_concurrent": CONCURRENT, "kv_quota_bytes": KV_BYTES, "queue_limit": 200})
+        tenant = await manager.tenant("sales", limits={"queue_limit": 200, **limits})
         key = msgspec.convert(await manager.ask(admin.CreateKey(tenants=("sales",))), admin.KeyView)
         (pool,) = msgspec.convert(await manager.ask(admin.ListPools()), list[admin.PoolView])
         headers = {"authorization": f"Bearer {key.secret}"}
-        body = {"model": pool.base, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 24}
+        body = {"model": pool.base, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
 
         async def knows(client: httpx.AsyncClient) -> bool:
             return (await client.get("/v1/models", headers=headers)).status_code == 200
@@ -97,14 +109,48 @@ async def test_a_flood_over_four_routers_and_two_workers_stays_within_the_quota(
             return (await client.post("/v1/chat/completions", json=body, headers=headers)).status_code
 
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(watch.run(over))
+            group.create_task(watch.run(over))
             asks = [group.create_task(ask(clients[number % 4])) for number in range(120)]
             await asyncio.wait(asks)
             over.set()
-        assert watching.done()
-        assert [task.result() for task in asks] == [200] * 120
-        assert watch.most_running <= CONCURRENT
-        assert watch.most_kv_bytes <= KV_BYTES
-        assert watch.most_running >= CONCURRENT - 1, "and the quota was used"
-        assert min(watch.by_worker) > 0
         await until(lambda: sum(use.running for worker in (first, second) for use in worker.governor.admission.uses()) == 0)
+        return Flooded(watch, [task.result() for task in asks])
+
+
+async def test_a_flood_over_four_routers_and_two_workers_stays_within_the_concurrency_quota(
+    nats_server: EmbeddedNats, bus: Bus, tmp_path: Path
+) -> None:
+    flooded = await flood(nats_server, bus, tmp_path, {"max_concurrent": CONCURRENT})
+    assert flooded.statuses == [200] * 120
+    assert CONCURRENT - 1 <= flooded.watch.most_running <= CONCURRENT
+    assert min(flooded.watch.by_worker) > 0
+
+
+async def test_a_flood_over_four_routers_and_two_workers_stays_within_the_kv_quota(
+    nats_server: EmbeddedNats, bus: Bus, tmp_path: Path
+) -> None:
+    flooded = await flood(nats_server, bus, tmp_path, {"kv_quota_bytes": KV_BYTES})
+    assert flooded.statuses == [200] * 120
+    assert KV_BYTES - 3 * KV_BLOCK_BYTES < flooded.watch.most_kv_bytes <= KV_BYTES
+    assert min(flooded.watch.by_worker) > 0
+
+
+@pytest.mark.parametrize("limits", [{"max_concurrent": CONCURRENT}, {"kv_quota_bytes": KV_BYTES}])
+async def test_the_watch_sees_workers_that_are_each_given_the_whole_quota(
+    nats_server: EmbeddedNats, bus: Bus, tmp_path: Path, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def undivided(*arguments: Any) -> TenantShares:
+        shares = decide(*arguments)
+        given = shares.limits
+        whole = {
+            w: msgspec.structs.replace(share, kv_bytes=given.kv_quota_bytes, assured_kv_bytes=None, concurrent=given.max_concurrent)
+            for w, share in shares.workers.items()
+        }
+        return msgspec.structs.replace(shares, workers=whole)
+
+    monkeypatch.setattr("services.registry.shares.decide", undivided)
+    watch = (await flood(nats_server, bus, tmp_path, limits)).watch
+    if "kv_quota_bytes" in limits:
+        assert watch.most_kv_bytes > KV_BYTES
+    else:
+        assert watch.most_running > CONCURRENT
