@@ -10,6 +10,7 @@ from lora_kernels.bench.revision import STAMP, digest, revision
 from lora_kernels.bench.routing import draw_adapters, draw_experts
 from lora_kernels.bench.rows import ROUTINGS, Key, key_of, row_of
 from lora_kernels.bench.selection import OPS, Wanted, select
+from lora_kernels.bench.targets import judge, targets
 
 KEY = Key(op="moe_lora", model="gptoss-20b", tokens=8, adapters=8, rank=32)
 SKEWED = Key(op="moe_lora", model="gptoss-20b", tokens=8, adapters=8, rank=32, routing="zipf")
@@ -70,6 +71,22 @@ def test_the_whole_set_can_be_measured_in_two_parts() -> None:
     assert sorted(parts[0] + parts[1]) == sorted(select(Wanted()))
     assert all(parts)
     assert all((key.rank, key.routing) == (32, "uniform") for key in parts[0])
+
+
+def test_what_something_was_set_out_for_is_measured_first() -> None:
+    keys = select(Wanted())
+    assert set(keys[: len(targets())]) == set(targets())
+
+
+def test_rows_are_judged_by_what_was_set_out_for_them_with_5_percent_tolerated() -> None:
+    asked = targets()[KEY]
+    most, vllm_us = asked["us"], 1.04 * asked["us"] * asked["times"]
+    reached, missed = judge([measured(KEY, 1.04 * most, vllm_us), measured(SKEWED, 1e6)])
+    assert (len(reached), missed) == (1, [])
+    slow, close = judge([measured(KEY, 1.06 * most, 1e6), measured(KEY, most, 0.9 * most * asked["times"])])[1]
+    assert (slow.most_us, slow.times, close.most_us, close.times) == (most, None, None, asked["times"])
+    rows = [measured(KEY, 2 * most, 1e6)]
+    assert f"GPT-OSS-20B 8: {2 * most:.1f} / 1,000,000" in readme.set_out_for({key_of(row): row for row in rows})
 
 
 def test_naming_ranks_or_routings_selects_those_alone() -> None:

@@ -13,18 +13,17 @@ from typing import Any
 import torch
 import triton
 
-from lora_kernels.bench import results
+from lora_kernels.bench import readme, results
 from lora_kernels.bench.cases import Step, build
 from lora_kernels.bench.measure import copy_bandwidth, graph_us
 from lora_kernels.bench.options import add_options, wanted_of
 from lora_kernels.bench.revision import ROOT, revision
-from lora_kernels.bench.rows import Key, Row, row_of
+from lora_kernels.bench.rows import Key, Row, key_of, row_of
 from lora_kernels.bench.selection import select
 from lora_kernels.bench.vllm_peer import vllm_version
 from lora_kernels.bench.warm import Compiling
 
 TESTS = ROOT / "tests" / "kernels_gpu"
-SAVED_AT_ONCE = 10
 TESTS_OF = {
     "moe": ("test_moe_*.py",),
     "dense": ("test_dense*.py",),
@@ -100,18 +99,19 @@ def main() -> int:
     bandwidth, rows, failed = copy_bandwidth(), [], []
     head = about(bandwidth)
     gc.freeze()  # vLLM's modules are a million objects: each row's collection would walk them all
-    for first in range(0, len(keys), SAVED_AT_ONCE):
-        some = []
-        for key in keys[first : first + SAVED_AT_ONCE]:
-            try:
-                some.append(measure(key, with_vllm=with_vllm, bandwidth=bandwidth))
-            except Exception as error:  # noqa: BLE001 - the other rows are still wanted
-                failed.append(f"{key}: {type(error).__name__}: {str(error)[:300]}")
+    for number, key in enumerate(keys, 1):
+        try:
+            row = measure(key, with_vllm=with_vllm, bandwidth=bandwidth)
+        except Exception as error:  # noqa: BLE001 - the other rows are still wanted
+            failed.append(f"{key}: {type(error).__name__}: {str(error)[:300]}")
+            continue
+        finally:
             torch.cuda.empty_cache()
-        results.save(chosen.to, some, head)
-        rows += some
-        sys.stderr.write(f"{len(rows)} of {len(keys)} rows\n")
-    sys.stdout.write(results.table(rows) + results.warnings(rows) + "".join(f"FAILED: {text}\n" for text in failed))
+        rows.append(row)
+        results.save(chosen.to, [row], head)  # a run that is cut leaves what it has
+        sys.stderr.write(f"{number} of {len(keys)}, {time.monotonic() - began:.0f} s: {results.line(row)}\n")
+    told = f"{readme.set_out_for({key_of(row): row for row in rows})}\n"
+    sys.stdout.write(results.table(rows) + results.warnings(rows) + told + "".join(f"FAILED: {text}\n" for text in failed))
     return 1 if failed else 0
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from lora_kernels.bench.results import slower
 from lora_kernels.bench.revision import ROOT
 from lora_kernels.bench.rows import Key, Row, key_of
-from lora_kernels.bench.selection import ADAPTERS, RANK
+from lora_kernels.bench.selection import ADAPTERS, RANK, UNTUNED
+from lora_kernels.bench.targets import Missed, judge
 
 README = ROOT / "kernels" / "README.md"
 FIGURES = ROOT / "kernels" / "benchmarks" / "h200.json"
-TARGETS = FIGURES.with_name("targets.json")
-"""What was set out for: us at most, times vLLM's at least."""
 NAMES = {"gptoss-20b": "GPT-OSS-20B", "qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3-32b": "Qwen3-32B", "llama-3.3-70b": "Llama-3.3-70B",
-         "qwen3-32b-tp4": "Qwen3-32B / 4", "llama-3.3-70b-tp4": "Llama-3.3-70B / 4"}  # fmt: skip
+         "qwen3-32b-tp4": "Qwen3-32B / 4", "llama-3.3-70b-tp4": "Llama-3.3-70B / 4",
+         "deepseek-v2-lite": "DeepSeek-V2-Lite", "mixtral-8x7b": "Mixtral-8x7B"}  # fmt: skip
 EXPERT_MODELS = ("gptoss-20b", "qwen3-30b-a3b")
 Rows = dict[Key, Row]
 
@@ -54,13 +54,17 @@ def usual(key: Key, op: str) -> bool:
     return key.op == op and key.rank == RANK and key.routing == "uniform"
 
 
-def decode(rows: Rows) -> str:
-    tokens = sorted({key.tokens for key in rows if usual(key, "moe_lora") and key.adapters == ADAPTERS})
+def decode(rows: Rows, models: Sequence[str] = EXPERT_MODELS) -> str:
+    tokens = sorted({key.tokens for key in rows if usual(key, "moe_lora") and key.adapters == ADAPTERS and key.model in models})
     lines = []
     for count in tokens:
-        found = [rows.get(Key(op="moe_lora", model=model, tokens=count, adapters=ADAPTERS, rank=RANK)) for model in EXPERT_MODELS]
+        found = [rows.get(Key(op="moe_lora", model=model, tokens=count, adapters=ADAPTERS, rank=RANK)) for model in models]
         lines.append([str(count), *(text for row in found for text in cell(row))])
-    return markdown(_expert_head("tokens"), lines)
+    return markdown(_expert_head("tokens", models), lines)
+
+
+def untuned(rows: Rows) -> str:
+    return decode(rows, UNTUNED)
 
 
 def prefill(rows: Rows) -> str:
@@ -73,8 +77,8 @@ def prefill(rows: Rows) -> str:
     return markdown(_expert_head("tokens, adapters"), lines)
 
 
-def _expert_head(first: str) -> list[str]:
-    return [first, *(text for model in EXPERT_MODELS for text in (f"{NAMES[model]}: ours / vLLM / floor", "times"))]
+def _expert_head(first: str, models: Sequence[str] = EXPERT_MODELS) -> list[str]:
+    return [first, *(text for model in models for text in (f"{NAMES[model]}: ours / vLLM / floor", "times"))]
 
 
 def work_list(rows: Rows) -> str:
@@ -109,15 +113,36 @@ def others(rows: Rows) -> str:
     keys = [key for key in rows if key.op in ("moe_lora", "moe_lora_prefill") and key.model in EXPERT_MODELS]
     unusual = [key for key in keys if (key.rank, key.routing) != (RANK, "uniform") or key.adapters > ADAPTERS]
     columns = sorted({(key.model, key.tokens) for key in unusual})
-    kinds = sorted({(key.rank != RANK, key.adapters > ADAPTERS, key.rank, key.adapters, key.routing) for key in unusual})
     lines = []
-    for *_, rank, adapters, routing in kinds:
-        named = f"rank {rank}" if rank != RANK else f"{adapters} adapters" if adapters > ADAPTERS else routing.replace("_", " ")
-        found = {
-            (key.model, key.tokens): rows[key] for key in unusual if (key.rank, key.adapters, key.routing) == (rank, adapters, routing)
-        }
-        lines.append([named, *(_short(found.get(column)) for column in columns)])
+    for kind in sorted({_kind(key) for key in unusual}):
+        found = {(key.model, key.tokens): rows[key] for key in unusual if _kind(key) == kind}
+        lines.append([_named(kind), *(_short(found.get(column)) for column in columns)])
     return markdown(["", *(f"{NAMES[model]}, {tokens:,}" for model, tokens in columns)], lines)
+
+
+def dense_others(rows: Rows) -> str:
+    """The same of dense layers, a line each layer."""
+    unusual = [key for key in rows if key.op == "dense_lora" and ((key.rank, key.routing) != (RANK, "uniform") or key.adapters > ADAPTERS)]
+    tokens = sorted({key.tokens for key in unusual})
+    kinds = sorted({(key.layer, _kind(key), key.model) for key in unusual})
+    lines = []
+    for layer, kind, model in kinds:
+        found = {key.tokens: rows[key] for key in unusual if (key.layer, _kind(key), key.model) == (layer, kind, model)}
+        lines.append([f"{NAMES[model]} {layer}, {_named(kind)}", *(_short(found.get(count)) for count in tokens)])
+    return markdown(["", *(f"{count:,}" for count in tokens)], lines)
+
+
+Kind = tuple[bool, bool, int, int, str]
+
+
+def _kind(key: Key) -> Kind:
+    """What is not the usual about a row, in the order of the tables."""
+    return (key.rank != RANK, key.adapters > ADAPTERS, key.rank, key.adapters, key.routing)
+
+
+def _named(kind: Kind) -> str:
+    *_, rank, adapters, routing = kind
+    return f"rank {rank}" if rank != RANK else f"{adapters} adapters" if adapters > ADAPTERS else routing.replace("_", " ")
 
 
 def behind(rows: Rows) -> str:
@@ -130,29 +155,24 @@ def behind(rows: Rows) -> str:
     return f"Slower than vLLM's by more than 5%, of {len(rows)} rows: " + "; ".join(names) + "."
 
 
-def targets(rows: Rows) -> str:
+def set_out_for(rows: Rows) -> str:
     """How many of the targets are reached, and which are not."""
-    document = json.loads(TARGETS.read_text())
-    behind, known = [], 0
-    for target in document["rows"]:
-        row = rows.get(key_of(target))
-        if row is None:
-            continue
-        known += 1
-        most, times = target.get("us"), target.get("times")
-        slow = most is not None and row["us"] > most * document["tolerated"]
-        close = times is not None and row["vllm_us"] is not None and row["vllm_us"] / row["us"] < times / document["tolerated"]
-        if slow or close:
-            asked = " and ".join([f"{most} us"] * slow + [f"{times}×"] * close)
-            name = " ".join(str(part) for part in (NAMES[row["model"]], row.get("layer", ""), f"{row['tokens']:,}") if part)
-            behind.append(f"{name}: {_short(row)}, set out for {asked}")
-    told = f"{known - len(behind)} of the {known} figures set out for (`benchmarks/targets.json`) are reached, 5% tolerated"
-    return f"{told}. Not: {'; '.join(behind)}." if behind else f"{told}."
+    reached, missed = judge(rows.values())
+    told = f"{len(reached)} of the {len(reached) + len(missed)} figures set out for (`benchmarks/targets.json`) are reached, 5% tolerated"
+    return f"{told}. Not: {'; '.join(_missed(one) for one in missed)}." if missed else f"{told}."
+
+
+def _missed(one: Missed) -> str:
+    row = one.row
+    asked = " and ".join([f"{one.most_us} us"] * (one.most_us is not None) + [f"{one.times}×"] * (one.times is not None))
+    name = " ".join(str(part) for part in (NAMES[row["model"]], row.get("layer", ""), f"{row['tokens']:,}") if part)
+    return f"{name}: {_short(row)}, set out for {asked}"
 
 
 TABLES: dict[str, Callable[[Rows], str]] = {
-    "decode": decode, "prefill": prefill, "work_list": work_list, "dense": dense, "others": others, "behind": behind,
-    "targets": targets,
+    "decode": decode, "prefill": prefill, "work_list": work_list, "dense": dense, "others": others,
+    "dense_others": dense_others, "behind": behind,
+    "targets": set_out_for, "untuned": untuned,
 }  # fmt: skip
 
 

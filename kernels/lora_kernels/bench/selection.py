@@ -5,20 +5,26 @@ from dataclasses import dataclass
 
 from lora_kernels.bench.models import DENSE, MOE, DenseLayer
 from lora_kernels.bench.rows import ROUTINGS, Key
+from lora_kernels.bench.targets import targets
 
 OPS = ("moe", "dense", "prefill", "work_list")
-MODELS = ("gptoss-20b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-32b-tp4", "llama-3.3-70b", "llama-3.3-70b-tp4")
+UNTUNED = ("deepseek-v2-lite", "mixtral-8x7b")
+"""Served with tiles found for other models."""
+MODELS = ("gptoss-20b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-32b-tp4", "llama-3.3-70b", "llama-3.3-70b-tp4", *UNTUNED)
 PREFILL_MODELS = ("gptoss-20b", "qwen3-30b-a3b")
 DECODE_TOKENS = (1, 8, 16, 32, 64, 128, 256)
-DENSE_TOKENS = (1, 8, 32)
-LARGE_DENSE_TOKENS = (8, 32, 6400)
+DENSE_TOKENS = (1, 8, 32, 64, 256)
+LARGE_DENSE_TOKENS = (1, 8, 32, 256, 6400)
 PREFILL_SHAPES = ((1600, 1), (6400, 8), (12800, 8))
 """(tokens, adapters)."""
 RANK, ADAPTERS = 32, 8
-OTHER_RANKS = (8, 16, 64, 128)
+OTHER_RANKS = (8, 16, 64, 128, 256)
+MOST_PREFILL_RANK = 128
+"""Of expert layers."""
 OTHER_ADAPTERS = (16, 32)
 FEW_TOKENS = (8, 256)
 """Where ranks, adapters and routings other than the usual are measured."""
+FEW_DENSE_TOKENS = (8, 32, 256, 6400)
 PREFILL_FROM = 1024
 
 
@@ -38,9 +44,11 @@ class Wanted:
 
 
 def select(wanted: Wanted) -> list[Key]:
-    """The usual rank, adapters and routing before the others, for a run that may be cut; ops in the order they are named."""
+    """What something was set out for first, then the usual rank, adapters and routing, for a run that may be cut; ops as they are named."""
     makers = {"moe": _moe, "dense": _dense, "prefill": _prefill, "work_list": _work_list}
-    return sorted((key for op in wanted.ops for key in makers[op](wanted)), key=is_unusual)
+    set_out_for = targets()
+    keys = (key for op in wanted.ops for key in makers[op](wanted))
+    return sorted(keys, key=lambda key: (key not in set_out_for, is_unusual(key)))
 
 
 def is_unusual(key: Key) -> bool:
@@ -67,7 +75,8 @@ def _shapes(wanted: Wanted, tokens: Sequence[int], few: Sequence[int]) -> Iterat
 
 def _moe(wanted: Wanted) -> Iterator[Key]:
     for model in (model for model in wanted.models if model in MOE):
-        for shape in _shapes(wanted, DECODE_TOKENS, FEW_TOKENS):
+        few = FEW_TOKENS if model in PREFILL_MODELS else ()
+        for shape in _shapes(wanted, DECODE_TOKENS, few):
             if shape["tokens"] < PREFILL_FROM:
                 yield Key(op="moe_lora", model=model, **shape)
 
@@ -80,14 +89,14 @@ def _dense(wanted: Wanted) -> Iterator[Key]:
     for layer in (layer for layer in DENSE if _wants(wanted, layer)):
         small = layer.model in PREFILL_MODELS
         tokens = [*DENSE_TOKENS, *(count for count, _ in PREFILL_SHAPES)] if small else LARGE_DENSE_TOKENS
-        for shape in _shapes(wanted, tokens, (8,) if layer.model == MODELS[0] else ()):
+        for shape in _shapes(wanted, tokens, FEW_DENSE_TOKENS if layer.model == MODELS[0] else ()):
             yield Key(op="dense_lora", model=layer.model, layer=layer.layer, **_as_served(wanted, shape))
 
 
 def _prefill(wanted: Wanted) -> Iterator[Key]:
     for model in (model for model in wanted.models if model in PREFILL_MODELS):
         for shape in _shapes(wanted, [tokens for tokens, _ in PREFILL_SHAPES], (6400,)):
-            if shape["tokens"] >= PREFILL_FROM:
+            if shape["tokens"] >= PREFILL_FROM and shape["rank"] <= MOST_PREFILL_RANK:
                 yield Key(op="moe_lora_prefill", model=model, **_as_served(wanted, shape))
 
 
