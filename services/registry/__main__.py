@@ -11,6 +11,8 @@ from ulid import ULID
 
 from services.registry import acks
 from services.registry.adapters import AdapterService
+from services.registry.canary import CanaryService
+from services.registry.canary_watch import CanaryWatch
 from services.registry.guarantees import GuaranteeService
 from services.registry.intake import IntakeService
 from services.registry.keys import KeyService
@@ -53,14 +55,17 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
         keys = KeyService(store)
         tenants = TenantService(store, keys, shares, guarantees, stored, reports, settings.tenant_uploads_limit_bytes)
         adapters = AdapterService(store, mounting, uploads, intake, stored)
+        watch = CanaryWatch(store, mounting, settings.canary_watch_s)
+        canaries = CanaryService(store, mounting, watch)
         async with store.mirrored(), asyncio.TaskGroup() as group:
-            service = RegistryService(bus, group, settings.max_requests, tenants, keys, matrix, adapters, workers, reports)
+            service = RegistryService(bus, group, settings.max_requests, tenants, keys, matrix, adapters, canaries, watch, workers, reports)
             running = [
                 group.create_task(work)
                 for work in (
                     reconciler.beat(),
                     reconciler.run(),
                     shares.run(settings.shares_s),
+                    watch.run(),
                     acks.consume(store, mounting),
                     Onboarding(store, mounting, uploads, intake).consume(),
                 )

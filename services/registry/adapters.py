@@ -19,6 +19,7 @@ from shared.contracts.errors import to_error
 from shared.contracts.state import AdapterRecord, Intake, Tenant
 from shared.contracts.subjects import ROOT
 from shared.errors import Conflict, InvalidRequest, LoadFailed, NotFound, TenantryError, Unsupported
+from shared.policy.canary import TermsChange, changed_terms, leaves_trial_alone, trial_of
 from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState
 from shared.policy.limits import MAX_BYTES
 from shared.policy.mounts import Change, order_drain
@@ -47,6 +48,7 @@ class AdapterService:
             tenant = await self._tenant_for(request)
             pool, _ = await self._store.the_pool(request.pool_id)
             checked_adapter_name(request.name, pool.base)
+            _checked_trial(request, pool)
         except TenantryError:
             if request.object:
                 await self._store.staging.delete(request.object)
@@ -56,17 +58,21 @@ class AdapterService:
             object=request.object,
             base=request.base,
             drain_first=request.drain_first,
+            trial=request.trial,
         )
         if request.object:
             record = await self._uploads.register(tenant, request.name, pool.pool_id, intake, request.request)
             record = await self._intake.take_in(record)
         else:
-            record = await self._stored(tenant, request.name)
+            record = await self._stored(tenant, request)
             if record.state not in HOLDS_RESERVATION:
                 record = await self._intake.take_in(await self._uploads.remount(record, intake, request.request))
         if request.make_default:
             await self._store.change_tenant(tenant.name, lambda t: msgspec.structs.replace(t, default_adapter=request.name))
-        return await self._when_settled(record, request.wait_s)
+        view = await self._when_settled(record, request.wait_s)
+        if request.trial is not None and view.serving:
+            raise Conflict(f"these are the files of version {view.version}, which serves {view.name} already", adapter=view.name)
+        return view
 
     async def _tenant_for(self, request: admin.AddAdapter) -> Tenant:
         checked_name(request.name, "adapter")
@@ -82,15 +88,21 @@ class AdapterService:
             tenant.name, lambda t: msgspec.structs.replace(t, adapter_ceilings={**t.adapter_ceilings, **ceiling})
         )
 
-    async def _stored(self, tenant: Tenant, name: str) -> AdapterRecord:
-        """The newest version whose artifact is kept.
+    async def _stored(self, tenant: Tenant, request: admin.AddAdapter) -> AdapterRecord:
+        """The version whose artifact is kept: for a trial one at rest, else the newest.
 
-        :raises NotFound: none.
+        :raises NotFound: none. :raises Conflict: it is draining still.
         """
+        name = request.name
         kept = [record for record in await self._store.records_of(tenant.tenant_id, name) if record.artifact]
-        if not kept:
-            raise NotFound(f"nothing is uploaded under {tenant.name}/{name}", tenant=tenant.name, adapter=name)
         mounted = [record for record in kept if record.state in HOLDS_RESERVATION and record.state is not AdapterState.DRAINING]
+        if request.trial is not None:
+            kept = [record for record in kept if record not in mounted and request.version in (0, record.version)]
+            mounted = []
+        if not kept:
+            which = f"{tenant.name}/{name}" + (f" version {request.version}" if request.version else "")
+            at_rest = " that does not serve already" if request.trial is not None else ""
+            raise NotFound(f"nothing is uploaded under {which}{at_rest}", tenant=tenant.name, adapter=name)
         newest = max(mounted or kept, key=lambda record: (record.version, record.history[0].at))
         if newest.state is AdapterState.DRAINING:
             raise Conflict(
@@ -143,6 +155,7 @@ class AdapterService:
 
         :raises Unsupported: another mode than draining.
         :raises NotFound: nothing of that name is mounted.
+        :raises Conflict: the version that serves, and another one is on trial.
         """
         if request.mode != "draining":
             raise Unsupported(
@@ -158,12 +171,15 @@ class AdapterService:
         drained: list[str] = []
         for pool_id in await self._store.pools():
 
-            async def order(pool: PoolEntry, revision: int) -> Change | None:
+            async def order(pool: PoolEntry, revision: int) -> Change | TenantryError | None:
                 ids = [
                     mount.adapter_id
                     for mount in pool.mounts.values()
                     if (mount.tenant_id, mount.name) == (tenant.tenant_id, request.name) and request.version in (0, mount.version)
                 ]
+                refusal = leaves_trial_alone(pool, ids)
+                if refusal is not None:
+                    return refusal
                 drained[:] = [*drained, *(adapter_id for adapter_id in ids if adapter_id not in drained)]
                 return order_drain(pool, ids, drain, revision) if ids else None
 
@@ -234,3 +250,23 @@ class AdapterService:
     async def _pool_of(self, record: AdapterRecord) -> PoolEntry | None:
         found = await self._store.pool(record.pool_id) if record.pool_id else None
         return found[0] if found else None
+
+
+def _checked_trial(request: admin.AddAdapter, pool: PoolEntry) -> None:
+    """Before anything is unpacked; the reservation decides.
+
+    :raises InvalidRequest: terms out of bounds. :raises Conflict: the name has a trial.
+    """
+    if trial_of(pool, request.tenant, request.name) is not None:
+        raise Conflict(f"a version of {request.name} is on trial: promote it or roll it back first", adapter=request.name)
+    if request.trial is None:
+        if request.version:
+            raise InvalidRequest("version: only a trial chooses among stored versions", field="version", got=request.version)
+        return
+    if request.drain_first:
+        raise InvalidRequest("a version on trial stands beside the one that serves: drain_first is none", field="drain_first")
+    terms = changed_terms(request.trial, TermsChange(stop=msgspec.to_builtins(request.trial.stop)))
+    if isinstance(terms, InvalidRequest):
+        raise terms
+    if not pool.aliases.get(request.tenant, {}).get(request.name):
+        raise Conflict(f"nothing serves {request.name} yet that a version on trial could be compared with: add it", adapter=request.name)

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from services.registry import artifacts
-from services.registry.mounting import Mounting
+from services.registry.mounting import Mounting, now
 from services.registry.settings import RegistrySettings
 from services.registry.store import Store
 from services.registry.stored import StoredLedger
@@ -23,10 +23,11 @@ from services.registry.uploads import COMING_IN, AnotherRegistry, UploadRecords
 from shared.artifacts.bundle import Bundle
 from shared.bus import BusUnavailable, Entry, ObjectCorrupt
 from shared.contracts import state
-from shared.contracts.adapters import PoolEntry
+from shared.contracts.adapters import Canary, PoolEntry
 from shared.contracts.state import AdapterRecord
 from shared.errors import BaseMismatch, BodyTooLarge, Conflict, InternalError, NotFound, TenantryError
 from shared.policy.admission import Ask, Reserved, decide, rank_class
+from shared.policy.canary import said, trial_of
 from shared.policy.compatibility import check, resolve_base, same_base
 from shared.policy.lifecycle import HOLDS_RESERVATION, AdapterState
 from shared.policy.mounts import Change, Outcome
@@ -216,6 +217,7 @@ class IntakeService:
         :raises QuotaExceeded: :raises NoFreeSlot: :raises Conflict:
         """
         record = work.record
+        started_at = now()
 
         async def admit(pool: PoolEntry, revision: int) -> Change | TenantryError:
             if record.adapter_id in pool.mounts:
@@ -234,6 +236,7 @@ class IntakeService:
                 artifact_sha256=record.artifact_sha256,
                 artifact_bytes=record.artifact_bytes,
                 drain_first=record.intake.drain_first,
+                trial=_trial(record, started_at),
             )
             decided = decide(pool, tenant, ask, revision)
             return decided if isinstance(decided, TenantryError) else _follows(decided, pool)
@@ -264,12 +267,21 @@ class _Work:
         return work_dir / self._folder
 
 
+def _trial(record: AdapterRecord, started_at: str) -> Canary | None:
+    terms = record.intake.trial
+    if terms is None:
+        return None
+    return Canary(adapter_id=record.adapter_id, share_ppm=terms.share_ppm, by=terms.by, stop=terms.stop, started_at=started_at)
+
+
 def _follows(reserved: Reserved, before: PoolEntry) -> Change:
     """The commands and outcomes of a reservation."""
     mount, old = reserved.mount, reserved.drained_first
     orders = [mount] if mount.state is AdapterState.LOADING else []
     through = (AdapterState.ADMITTED,) if mount.state is AdapterState.LOADING else ()
-    outcomes = [Outcome(mount=mount, state=mount.state, through=through)]
+    trial = trial_of(reserved.pool, mount.tenant, mount.name)
+    note = f"on trial: {said(trial)}" if mount.on_trial and trial is not None else ""
+    outcomes = [Outcome(mount=mount, state=mount.state, through=through, note=note)]
     if old is not None:
         orders.append(old)
         if before.mounts[old.adapter_id].state is not AdapterState.DRAINING:

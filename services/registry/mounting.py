@@ -147,6 +147,7 @@ class Mounting:
             error=record.error,
             request=request or record.request,
             detail=_detail(record),
+            note=last.note,
         )
         message_id = f"{record.adapter_id}:{last.state}:{last.at}:{request}"
         await publish_durable(self._store.bus, adapters.event_subject(record.tenant_id), adapters.encode(event), message_id)

@@ -8,13 +8,15 @@ import msgspec
 import structlog
 
 from services.registry.adapters import AdapterService
+from services.registry.canary import CanaryService
+from services.registry.canary_watch import CanaryWatch
 from services.registry.keys import KeyService
 from services.registry.matrix import MatrixService
 from services.registry.reports import Reports
 from services.registry.tenants import TenantService
 from services.registry.workers import WorkerService
 from shared.bus import MAX_PAYLOAD_BYTES, Bus, BusUnavailable, Message, Subscription
-from shared.contracts import admin, workers
+from shared.contracts import admin, canary, workers
 from shared.contracts.errors import ErrorInfo, to_info
 from shared.errors import InvalidRequest, Overloaded, TenantryError
 from shared.runtime import end
@@ -37,6 +39,8 @@ class RegistryService:
         keys: KeyService,
         matrix: MatrixService,
         adapters: AdapterService,
+        canaries: CanaryService,
+        watch: CanaryWatch,
         worker_service: WorkerService,
         reports: Reports,
     ) -> None:
@@ -45,6 +49,7 @@ class RegistryService:
         self._max_requests = max_requests
         self._workers = worker_service
         self._reports = reports
+        self._watch = watch
         self._under_way: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Subscription] = []
         self._operations: dict[type, Callable[[Any], Awaitable[Any]]] = {
@@ -64,6 +69,10 @@ class RegistryService:
             admin.UnloadAdapter: adapters.unload,
             admin.RemoveAdapter: adapters.remove,
             admin.ListEvents: adapters.events,
+            admin.ListCanaries: canaries.listed,
+            admin.ChangeCanary: canaries.change,
+            admin.PromoteCanary: canaries.promote,
+            admin.RollBackCanary: canaries.roll_back,
             admin.GetMatrix: matrix.get,
             admin.SetLabel: matrix.set_label,
             admin.RemoveLabel: matrix.remove_label,
@@ -78,6 +87,7 @@ class RegistryService:
             await self._bus.subscribe(admin.ADMIN_SUBJECT, self._on_admin, queue=_QUEUE, pending=_PENDING),
             await self._bus.subscribe(workers.HELLO_SUBJECT, self._on_hello, queue=_QUEUE, pending=_PENDING),
             await self._bus.subscribe(workers.REPORTS_SUBJECT, self._reports.heard, pending=_PENDING),
+            await self._bus.subscribe(canary.COUNTS_SUBJECTS, self._watch.heard, pending=_PENDING),
         ]
         await self._bus.flush()
 

@@ -10,6 +10,7 @@ class RegistrySettings(msgspec.Struct, frozen=True, kw_only=True):
     reconcile_s: float = 1.0
     housekeeping_s: float = 30.0  # between searches for artifacts and staged objects that nobody needs
     shares_s: float = 0.25  # between looks at whether work waits that another worker has room for
+    canary_watch_s: float = 1.0  # between looks at what versions on trial do
     reissue_s: float = 5.0  # a mount that stands this long in one state has its command sent again
     abandoned_s: float = 6.0  # a validation that stands this long still has lost its registry
     staged_max_s: float = 3600.0

@@ -197,8 +197,10 @@ class TenantService:
                 pool = adapters.decode_pool(entry.value)
                 versions = {name: known for name, known in pool.versions.items() if name != tenant.name}
                 aliases = {name: known for name, known in pool.aliases.items() if name != tenant.name}
+                canaries = {name: known for name, known in pool.canaries.items() if name != tenant.name}
                 guaranteed = {known: size for known, size in pool.guaranteed.items() if known != tenant.tenant_id}
-                return adapters.encode(msgspec.structs.replace(pool, versions=versions, aliases=aliases, guaranteed=guaranteed))
+                after = msgspec.structs.replace(pool, versions=versions, aliases=aliases, guaranteed=guaranteed, canaries=canaries)
+                return adapters.encode(after)
 
             await self._store.change(self._store.live, state.POOL_PREFIX + pool_id, without)
 

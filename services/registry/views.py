@@ -10,10 +10,12 @@ from shared.contracts.adapters import PoolEntry
 from shared.contracts.admin import AdapterView, KeyView, QuotaFigure, TenantView
 from shared.contracts.state import AdapterRecord, ApiKey, Tenant
 from shared.policy.admission import held_bytes, host_bytes
+from shared.policy.canary import trial_of
 
 
 def adapter_view(record: AdapterRecord, pool: PoolEntry | None) -> AdapterView:
     mount = pool.mounts.get(record.adapter_id) if pool else None
+    trial = trial_of(pool, record.tenant, record.name) if pool else None
     serving = pool is not None and pool.aliases.get(record.tenant, {}).get(record.name) == record.adapter_id
     return AdapterView(
         tenant=record.tenant,
@@ -37,6 +39,7 @@ def adapter_view(record: AdapterRecord, pool: PoolEntry | None) -> AdapterView:
         error=record.error,
         history=tuple(msgspec.to_builtins(step) for step in record.history),
         load_ms=record.load_ms,
+        on_trial=trial is not None and trial.adapter_id == record.adapter_id,
     )
 
 

@@ -100,6 +100,7 @@ class WorkerService:
             ),
             mounts=tuple(mount for _, mount in sorted(pool.mounts.items())),
             aliases=pool.aliases,
+            canaries=pool.canaries,
             kv_cache_bytes=pool_kv_bytes(pool),
             kv_guaranteed_bytes=sum(pool.guaranteed.values()),
             notes=tuple(pool_notes(pool)),
