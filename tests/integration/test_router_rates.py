@@ -196,6 +196,22 @@ async def test_a_request_for_more_than_a_whole_minute_is_refused_at_once(running
     assert running.worker.attempts == []
 
 
+@pytest.mark.parametrize(
+    ("body", "least"),
+    [
+        ({"prompt": ["one", "two", "three"], "max_tokens": 400}, 1200),
+        ({"prompt": [[1, 2], [3]], "n": 2, "max_tokens": 400}, 1600),
+        ({"prompt": [7] * 1500, "max_tokens": 1}, 1500),
+    ],
+)
+async def test_lists_of_prompts_and_of_token_ids_are_charged_for_what_they_hold(running: Cluster, body: dict[str, Any], least: int) -> None:
+    await limit(running, tokens_per_minute=1000)
+    refused = await running.client.post("/v1/completions", json={"model": "tone", **body}, headers=AUTH)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "token_rate_exceeded")
+    assert refused.json()["error"]["asked"] > least
+    assert running.worker.attempts == []
+
+
 async def test_a_request_that_was_refused_elsewhere_costs_no_tokens(running: Cluster) -> None:
     async def full(attempt: Attempt) -> None:
         await attempt.accept()
