@@ -30,6 +30,7 @@ from shared.contracts.adapters import PoolEntry
 from shared.contracts.base import BaseDescription
 from shared.contracts.state import AdapterRecord, ApiKey, Matrix, Tenant
 from shared.errors import Conflict, NotFound
+from shared.policy.residency import accounted
 from shared.runtime import end
 
 log = structlog.get_logger()
@@ -194,15 +195,17 @@ class Store:
     async def change(self, bucket: Bucket, key: str, decide: Callable[[Entry | None], Awaitable[bytes | None]]) -> int:
         """Writes what `decide` makes of the key's present entry (None: nothing to write), again if somebody was faster.
 
-        Returns the revision that holds then.
+        Returns the revision that holds then. A pool's entry is written with its charges as they follow from the change, whoever makes it.
 
         :raises Conflict: somebody was faster every time.
         """
         for attempt in range(_ATTEMPTS):
-            found = await bucket.get(key)
+            found = await bucket.stamped(key)
             value = await decide(found)
             if value is None or (found is not None and value == found.value):
                 return found.revision if found else 0
+            if bucket is self.live and key.startswith(state.POOL_PREFIX):
+                value = _accounted(found, value)
             try:
                 return await bucket.update(key, value, found.revision) if found else await bucket.create(key, value)
             except Conflict:
@@ -261,6 +264,16 @@ class Store:
                 yield
             finally:
                 await end(tasks)
+
+
+def _accounted(found: Entry | None, value: bytes) -> bytes:
+    after = adapters.decode_pool(value)
+    before = adapters.decode_pool(found.value) if found else PoolEntry(pool_id=after.pool_id, base=after.base)
+    return adapters.encode(accounted(before, after, stamp_ms(found.stamp_s) if found else 0))
+
+
+def stamp_ms(stamp_s: float) -> int:
+    return round(stamp_s * 1_000_000) // 1000
 
 
 def _under(mirror: Mirror, prefix: str) -> list[Entry]:

@@ -130,6 +130,28 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     resumed: int = 0  # how often it was let run again: what was counted before speaks no more
 
 
+class Charge(msgspec.Struct, frozen=True, kw_only=True):
+    """What a present mount adds to its tenant's account. `since_ms`: the bus server's stamp; 0: that of the entry it stands in."""
+
+    bytes: int
+    since_ms: int = 0
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True):
+    """A charge that has ended and is still to be told to the usage stream. `until_ms` 0: the stamp of the entry it stands in."""
+
+    adapter_id: str
+    tenant_id: str
+    tenant: str
+    name: str
+    version: int
+    digest: str
+    worker_id: str
+    bytes: int
+    since_ms: int
+    until_ms: int = 0
+
+
 class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Everything live about a pool, changed in one compare-and-set: routes, reservations and states can never disagree."""
 
@@ -141,6 +163,8 @@ class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, dict[str, int]] = {}  # tenant name -> alias -> highest version given out
     guaranteed: dict[str, int] = {}  # tenant_id -> bytes of KV cache; their sum fits what the pool's workers have
     canaries: dict[str, dict[str, Canary]] = {}  # tenant name -> alias -> its trial
+    charges: dict[str, Charge] = {}  # by adapter_id (shared/policy/residency.py)
+    left: tuple[Left, ...] = ()
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
