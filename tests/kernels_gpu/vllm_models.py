@@ -5,11 +5,11 @@ Two layers and a small vocabulary keep a start short; hidden sizes, experts and 
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 LAYERS, VOCAB = 2, 2048
 COMMON: dict[str, Any] = {
@@ -91,6 +91,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
 }
+CONFIGS["gptoss-bf16"] = {key: value for key, value in CONFIGS["gptoss"].items() if key != "quantization_config"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, and how it is served. moe_backend: by path; vLLM takes other weights for MXFP4 with LoRA than we keep, and so other
+    roundings, unless told. experts: the class that serves on our path; "" where the model has none. can_merge: its weights are plain."""
+
+    model: str
+    experts: str
+    moe_backend: dict[str, str] = field(default_factory=lambda: {"off": "auto", "on": "auto"})
+    can_merge: bool = True
+    has_router: bool = False
+
+
+CASES = {
+    "qwen3-moe": Case(model="qwen3-moe", experts="TritonSeamExperts", has_router=True),
+    "gptoss": Case(model="gptoss", experts="OaiLoraExperts", moe_backend={"off": "triton_unfused", "on": "auto"}, can_merge=False),
+    "qwen3": Case(model="qwen3", experts=""),
+    "gptoss-bf16": Case(model="gptoss-bf16", experts="TritonSeamExperts", has_router=True),
+    "gptoss-marlin": Case(model="gptoss", experts="MarlinSeamExperts", moe_backend={"off": "marlin", "on": "marlin"}, can_merge=False),
+}
 
 
 def write_model(folder: Path, name: str) -> Path:
@@ -120,32 +142,39 @@ def seed_dummy_weights() -> None:
     loader.initialize_dummy_weights = fill
 
 
-def write_adapter(folder: Path, name: str, *, seed: int, rank: int = 16, strength: float = 0.1) -> Path:
-    """A PEFT adapter on attention and feed-forward layers (experts too), large enough to change most tokens."""
+def write_adapter(folder: Path, name: str, *, seed: int, rank: int, strength: float, kind: str = "full") -> Path:
+    """A PEFT adapter large enough to change most tokens. kind: of all layers (experts too), of `attention`, or of that and the `router`."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
-    for key, (rows, columns), scale in _shapes(CONFIGS[name], rank, strength):
+    for key, (rows, columns), scale in _shapes(CONFIGS[name], rank, strength, kind):
         tensors[f"base_model.model.{key}.weight"] = (
             (torch.randn(rows, columns, generator=generator, device=device) * scale).bfloat16().cpu()
         )
     save_file(tensors, folder / "adapter_model.safetensors")
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    if name != "gptoss":
-        modules += ["gate_proj", "up_proj", "down_proj"]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none", "task_type": "CAUSAL_LM"}
-    if name == "gptoss":
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "task_type": "CAUSAL_LM"}
+    is_gptoss = name.startswith("gptoss")
+    if kind == "router":
+        modules.append("router" if is_gptoss else "gate")
+    elif kind == "full" and is_gptoss:
         config["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
+    elif kind == "full":
+        modules += ["gate_proj", "up_proj", "down_proj"]
+    config |= {"target_modules": modules, "base_model_name_or_path": name}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
-def _shapes(config: dict[str, Any], rank: int, strength: float) -> Iterator[tuple[str, tuple[int, int], float]]:
+def _shapes(config: dict[str, Any], rank: int, strength: float, kind: str) -> Iterator[tuple[str, tuple[int, int], float]]:
     """(name, shape, scale) of every A and B."""
     hidden, heads, kv_heads, size = (config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
-    experts = config.get("num_local_experts") or config.get("num_experts")
+    experts = config.get("num_local_experts") or config.get("num_experts") or 0
     intermediate = config.get("moe_intermediate_size", config["intermediate_size"])
+    is_gptoss = config["model_type"] == "gpt_oss"
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         pairs = {
@@ -154,11 +183,13 @@ def _shapes(config: dict[str, Any], rank: int, strength: float) -> Iterator[tupl
             f"{prefix}.self_attn.v_proj": (hidden, kv_heads * size),
             f"{prefix}.self_attn.o_proj": (heads * size, hidden),
         }
-        if config["model_type"] == "gpt_oss":
+        if kind == "router" and experts:
+            pairs[f"{prefix}.mlp.{'router' if is_gptoss else 'gate'}"] = (hidden, experts)
+        elif kind == "full" and is_gptoss:
             for key, inputs, outputs in ((".base_layer", hidden, 2 * intermediate), ("", intermediate, hidden)):
                 yield f"{prefix}.mlp.experts{key}.lora_A", (rank * experts, inputs), inputs**-0.5
                 yield f"{prefix}.mlp.experts{key}.lora_B", (outputs, rank * experts), strength
-        else:
+        elif kind == "full":
             for expert in [f"experts.{number}." for number in range(experts)] if experts else [""]:
                 pairs[f"{prefix}.mlp.{expert}gate_proj"] = pairs[f"{prefix}.mlp.{expert}up_proj"] = (hidden, intermediate)
                 pairs[f"{prefix}.mlp.{expert}down_proj"] = (intermediate, hidden)
