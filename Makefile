@@ -6,7 +6,7 @@ ALL_TESTS := tests/unit tests/contracts tests/integration tests/chaos tests/kern
 TESTS ?= $(ALL_TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-tenancy bench-kernels sanitize-kernels
+.PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-tenancy bench-kernels bench-serving sanitize-kernels
 
 help:
 	@echo "make up [ARGS=...]    start Tenantry here (ARGS=--help lists the options)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-switch     what changing the adapter costs on the real engine"
 	@echo "make bench-tenancy    what a noisy tenant can do to a quiet one, and what fairness costs"
 	@echo "make bench-start      seconds to start, memory of each process"
+	@echo "make bench-serving    on a GPU, with vLLM 0.26 in SERVING_PYTHON: serving 8 adapters beside the base alone (ARGS=\"--model gptoss-20b\")"
 	@echo "make bench-kernels    on a GPU, with vLLM in KERNELS_PYTHON: kernels beside vLLM's, after their tests"
 	@echo "make sanitize-kernels the same tests under NVIDIA's compute-sanitizer"
 	@echo "make venv             only install into .venv"
@@ -77,6 +78,11 @@ bench-switch: venv
 
 bench-tenancy: venv
 	@$(BIN)/python -m benchmarks.tenancy $(ARGS)
+
+# On a GPU's machine: a Python with vLLM 0.26.0, this distribution and kernels/ installed (docs/gpu-worker.md).
+SERVING_PYTHON ?= python3
+bench-serving:
+	@$(SERVING_PYTHON) -m benchmarks.serving $(ARGS)
 
 bench-start: venv
 	@$(BIN)/python -m benchmarks.start_up $(ARGS)

@@ -1,0 +1,182 @@
+"""The serving benchmark's arithmetic, and the files that it serves: from known arrivals and small shapes, without an engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.serving import adapter_files, engines, figures, gpu_time, model_files, shapes
+from benchmarks.serving.driver import Driver, random_prompts
+from benchmarks.serving.figures import Stream
+from benchmarks.serving.results import Results
+from shared.artifacts.archive import read_bundle
+from shared.artifacts.base_model import describe_base
+from shared.artifacts.validate import validate
+from shared.contracts.base import EngineLimits
+
+SMALL = {"hidden_size": 64, "vocab_size": 128, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL_CONFIGS = {
+    "gptoss-20b": SMALL | {"intermediate_size": 64, "num_local_experts": 4},
+    "qwen3-30b-a3b": SMALL | {"moe_intermediate_size": 32, "num_experts": 4},
+}
+
+
+def stream(sent_s: float, *arrivals: tuple[float, int]) -> Stream:
+    return Stream(sent_s=sent_s, arrivals=list(arrivals))
+
+
+def row(system: str, batch: int = 8, **found: float) -> dict[str, Any]:
+    return {"model": "gptoss-20b", "system": system, "batch": batch, **found}
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.01, 1.0), (0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.99, 4.0), (1.0, 4.0)])
+def test_a_percentile_is_the_smallest_value_that_the_share_does_not_exceed(share: float, expected: float) -> None:
+    assert figures.percentile([4.0, 2.0, 1.0, 3.0], share) == expected
+
+
+def test_time_between_tokens_is_taken_only_while_the_whole_batch_decodes() -> None:
+    early = stream(0.0, (0.1, 1), (0.4, 1), (0.5, 1), (0.51, 1), (0.52, 1), (0.53, 1))
+    late = stream(0.0, (0.5, 1), (0.51, 1), (0.52, 1), (0.53, 1), (0.9, 1))
+    found = figures.of_batch([early, late])
+    assert found["itl_ms"] == pytest.approx(10.0), "the steps in which the late prompt was read, and those without the early one, count"
+    assert found["ttft_ms"] == pytest.approx(300.0)
+    assert found["ttft_last_ms"] == pytest.approx(500.0)
+    assert found["otps_all"] == pytest.approx(11 / 0.9)
+
+
+def test_tokens_that_come_together_share_their_time() -> None:
+    found = figures.of_batch([stream(0.0, (0.1, 1), (0.12, 2), (0.13, 1))])
+    assert found["itl_ms"] == pytest.approx(10.0)
+    assert found["otps"] == pytest.approx(3 / 0.03)
+
+
+def test_one_token_each_gives_no_time_between_tokens() -> None:
+    assert figures.of_batch([stream(0.0, (0.1, 1)), stream(0.0, (0.3, 1))]) == pytest.approx({"ttft_ms": 200.0, "ttft_last_ms": 300.0})
+
+
+def test_what_is_kept_is_told_beside_its_bar_for_tenantry_alone() -> None:
+    rows = [
+        row("vllm", itl_ms=5.0, prefill_gpu_ms=160.0),
+        row("vllm+8", itl_ms=10.0),
+        row("tenantry-engine+8", itl_ms=5.5, prefill_gpu_ms=184.0),
+    ]
+    stock, ours = figures.kept([*rows, row("tenantry-engine+8", batch=1, itl_ms=3.0)])
+    assert stock == {"model": "gptoss-20b", "system": "vllm+8", "batch": 8, "decode_kept": 0.5}
+    assert (ours["decode_kept"], ours["decode_bar"]) == (0.9091, 0.88)
+    assert (ours["prefill_kept"], ours["prefill_bar"]) == (0.8696, 0.85)
+
+
+def test_kernels_side_by_side_keep_the_gpu_busy_once() -> None:
+    events = [("a", 0, 3_000_000), ("b", 1_000_000, 1_000_000), ("a", 2_000_000, 2_000_000), ("a", 10_000_000, 1_000_000)]
+    assert gpu_time.busy_ms(events) == pytest.approx(5.0)
+    assert gpu_time.by_kernel(events) == [("a", 3, 6.0), ("b", 1, 1.0)]
+
+
+def test_the_result_file_is_whole_after_every_row_and_keeps_the_other_model(tmp_path: Path) -> None:
+    path = tmp_path / "serving.json"
+    Results(path, {"date": "d1"}).row("qwen3-30b-a3b", "vllm", 1, {"itl_ms": 4.0})
+    results = Results(path, {"date": "d2"})
+    results.row("gptoss-20b", "vllm", 1, {"itl_ms": 3.0})
+    results.row("gptoss-20b", "tenantry-engine+8", 1, {"itl_ms": 4.0})
+    results.row("gptoss-20b", "tenantry-engine+8", 1, {"prefill_gpu_ms": 28.0})
+    found = json.loads(path.read_text())
+    assert [(r["model"], r["system"], r["batch"]) for r in found["rows"]] == [
+        ("qwen3-30b-a3b", "vllm", 1),
+        ("gptoss-20b", "vllm", 1),
+        ("gptoss-20b", "tenantry-engine+8", 1),
+    ]
+    assert found["rows"][2] == row("tenantry-engine+8", batch=1, itl_ms=4.0, prefill_gpu_ms=28.0)
+    assert [share["decode_kept"] for share in found["kept"]] == [0.75]
+    assert (found["runs"]["qwen3-30b-a3b"]["date"], found["runs"]["gptoss-20b"]["date"]) == ("d1", "d2")
+
+
+@pytest.mark.parametrize("model", SMALL_CONFIGS)
+def test_adapters_of_every_model_pass_validation_on_its_base(model: str, tmp_path: Path) -> None:
+    config = shapes.config_of(model, 2) | SMALL_CONFIGS[model]
+    folder = model_files.write_model(tmp_path / "base", config, 1)
+    base = describe_base(folder, model, "bfloat16", model_files.hash_cache(folder))
+    limits = EngineLimits(slots=8, max_rank=8, bytes_per_rank=1)
+    digests: set[str] = set()
+    for seed in (1, 2):
+        adapter = adapter_files.write_adapter(tmp_path / str(seed), config, 8, seed, model)
+        valid = validate(read_bundle(adapter, tmp_path / f"work-{seed}"), base, limits)
+        assert (valid.rank, valid.modules) == (8, 2 * (4 + 3 * 4))
+        digests.add(valid.digest)
+    assert len(digests) == 2
+
+
+def test_a_random_bases_identity_follows_its_seed_and_its_configuration(tmp_path: Path) -> None:
+    config = shapes.config_of("tiny")
+    wider = config | {"num_experts_per_tok": 4}
+
+    def identity(name: str, config: dict[str, Any], seed: int) -> str:
+        folder = model_files.write_model(tmp_path / name, config, seed)
+        return describe_base(folder, "tiny", "bfloat16", model_files.hash_cache(folder)).identity
+
+    found = [identity("one", config, 1), identity("again", config, 1), identity("seed", config, 2), identity("wider", wider, 1)]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_full_sizes_are_the_published_ones() -> None:
+    adapter = {model: sum(a * b for _, (a, b) in shapes.adapter_tensors(shapes.config_of(model), 32)) * 2 for model in SMALL_CONFIGS}
+    assert adapter == {"gptoss-20b": 739_639_296, "qwen3-30b-a3b": 3_375_366_144}
+
+
+def test_both_engines_get_the_same_arguments_of_vllm() -> None:
+    plan = engines.Plan(model="tiny", folder="f", adapters="a")
+    alone, ours = engines.engine_args(plan, tenantry=False), engines.engine_args(plan, tenantry=True)
+    assert {name for name in alone if alone[name] != ours[name]} == {"worker_extension_cls"}
+
+
+def test_prompts_are_random_ids_of_the_vocabulary_and_the_same_for_the_same_seed() -> None:
+    prompts = random_prompts(3, 50, 2048, "1-1")
+    assert prompts == random_prompts(3, 50, 2048, "1-1")
+    assert prompts != random_prompts(3, 50, 2048, "1-2")
+    assert len({tuple(prompt) for prompt in prompts}) == 3
+    assert all(0 <= token < 2048 for prompt in prompts for token in prompt)
+
+
+class Params:
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+
+class Sample:
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+
+
+class Output:
+    def __init__(self, token_ids: list[int]) -> None:
+        self.outputs = [Sample(token_ids)]
+
+
+class CountingEngine:
+    """Answers with `short` tokens less than asked, two in each step; keeps who asked for which adapter."""
+
+    def __init__(self, short: int = 0) -> None:
+        self.short = short
+        self.asked: list[Any] = []
+
+    async def generate(self, prompt: dict[str, Any], params: Params, request_id: str, lora_request: Any) -> Any:
+        self.asked.append((lora_request, len(prompt["prompt_token_ids"]), request_id))
+        left = params.fields["max_tokens"] - self.short
+        while left > 0:
+            yield Output([7] * min(2, left))
+            left -= 2
+
+
+async def test_requests_take_the_adapters_in_turn_and_every_token_is_counted() -> None:
+    engine = CountingEngine()
+    streams = await Driver(engine, Params, "delta", 2048, ["x", "y"]).batch(3, 5, 9, "seed")
+    assert [asked[:2] for asked in engine.asked] == [("x", 5), ("y", 5), ("x", 5)]
+    assert len({request_id for *_, request_id in engine.asked}) == 3
+    assert [stream.tokens for stream in streams] == [9, 9, 9]
+
+
+async def test_an_answer_of_another_length_than_asked_is_no_figure() -> None:
+    with pytest.raises(ExceptionGroup) as failed:
+        await Driver(CountingEngine(short=1), Params, "delta", 2048).batch(1, 5, 9, "seed")
+    assert "8 tokens came, 9 were asked for" in str(failed.value.exceptions[0])
