@@ -1,11 +1,14 @@
-"""Requests and tokens per minute: charged to leases in memory, which are taken from the cluster's counters in blocks ahead of need.
+"""Requests and tokens per minute: charged to leases in memory, which are taken from the cluster's counters in blocks ahead of need,
+each minute's first block before the minute begins.
 
-A request waits only where this router's lease is spent and more may be had, and then at most for one answer of the bus. A
-router that cannot reach the counters serves from what it holds, then refuses.
+A request waits only where its tenant has not asked this router for minutes, where its budget is so small that it is leased request by
+request, or where this router's lease is spent and more may be had; and then at most for one answer of the bus. A router that cannot
+reach the counters serves from what it holds, then refuses.
 """
 
 import asyncio
 from collections import deque
+from zlib import crc32
 
 import msgspec
 import structlog
@@ -26,6 +29,7 @@ _TICK_S = 0.1
 _WAIT_S = 0.25  # of a request for a block
 _LOST_S = 2.0  # after which an ask is taken for lost
 _FORGET_S = 30.0  # after which a late answer is not looked for any more
+_AHEAD_S = (1.0, 6.0)  # before a minute's end, one tenant earlier and the other later, its next block is asked for
 
 
 class _Ask(msgspec.Struct):
@@ -42,12 +46,13 @@ class _Ask(msgspec.Struct):
 class Account:
     """One tenant's budget of one kind, here."""
 
-    __slots__ = ("kind", "lease", "tenant_id", "waiters")
+    __slots__ = ("ahead_s", "kind", "lease", "tenant_id", "waiters")
 
     def __init__(self, tenant_id: str, kind: str, lease: Lease) -> None:
         self.tenant_id = tenant_id
         self.kind = kind
         self.lease = lease
+        self.ahead_s = _AHEAD_S[0] + crc32(tenant_id.encode()) / 2**32 * (_AHEAD_S[1] - _AHEAD_S[0])
         self.waiters: deque[asyncio.Future[None]] = deque()
 
 
@@ -119,7 +124,7 @@ class Rates:
         self._stopping = True
         for accounts in self._accounts.values():
             for account in accounts.values():
-                self._return(account.tenant_id, account.kind, account.lease.minute, account.lease.give_up())
+                self._give_up(account)
         try:
             await self._send_returns(asyncio.get_running_loop().time())
         except BusUnavailable as error:
@@ -148,8 +153,14 @@ class Rates:
         if account is None:
             account = self._accounts[kind][tenant_id] = Account(tenant_id, kind, Lease(limit, self._minute(now_s), now_s))
         elif account.lease.limit != limit:
-            self._return(tenant_id, kind, account.lease.minute, account.lease.relimit(limit))
+            self._give_up(account)
+            account.lease.relimit(limit)
         return account
+
+    def _give_up(self, account: Account) -> None:
+        lease = account.lease
+        self._return(account.tenant_id, account.kind, lease.minute, lease.give_up())
+        self._return(account.tenant_id, account.kind, lease.minute + 1, lease.give_up_ahead())
 
     async def _wait(self, account: Account, amount: int) -> None:
         """Until the amount is taken.
@@ -203,12 +214,15 @@ class Rates:
         if self._stopping:
             return
         minute = self._minute(now_s)
+        left_s = 60.0 - self._clock.unix_s() % 60.0
         connected = self._dispatcher.bus.connected
         for accounts in self._accounts.values():
             for account in list(accounts.values()):
                 lease = account.lease
                 if connected:
                     await self._ask_for(account, now_s)
+                    if left_s <= account.ahead_s:
+                        await self._ask_ahead(account, now_s)
                     self._return(account.tenant_id, account.kind, minute, lease.surplus(now_s))
                 if lease.is_over(now_s):
                     del accounts[account.tenant_id]
@@ -222,6 +236,17 @@ class Rates:
         if not amount:
             return
         account.lease.ask(amount)
+        await self._send_ask(account, minute, amount, now_s)
+
+    async def _ask_ahead(self, account: Account, now_s: float) -> None:
+        """What the next minute begins with, once."""
+        minute = self._minute(now_s)
+        amount = account.lease.want_ahead(minute, now_s)
+        if amount:
+            account.lease.ask_ahead(amount)
+            await self._send_ask(account, minute + 1, amount, now_s)
+
+    async def _send_ask(self, account: Account, minute: int, amount: int, now_s: float) -> None:
         self._number += 1
         number = str(self._number)
         self._asks[number] = _Ask(account.tenant_id, account.kind, minute, amount, now_s)
@@ -239,7 +264,7 @@ class Rates:
         returns, self._returns = self._returns, {}
         this_minute = self._minute(now_s)
         for (tenant_id, kind, minute), amount in returns.items():
-            if minute == this_minute:
+            if minute in (this_minute, this_minute + 1):
                 await self._move(tenant_id, kind, minute, -amount)
 
     async def _move(self, tenant_id: str, kind: str, minute: int, amount: int, reply: str = "") -> None:

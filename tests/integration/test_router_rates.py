@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.router.rates import Rates
 from services.router.settings import RouterSettings
 from services.router.stack import Router
 from shared.bus import Bus, BusSettings, connect, counted, ensure_counters
@@ -156,11 +157,43 @@ async def test_an_idle_routers_block_serves_the_others(running: Cluster, more: M
     await limit(running, *more.routers, requests_per_minute=1000)
     minute = await early_in_a_minute(running)
     assert (await ask(client)).status_code == 200
+    assert await leased(running.registry.bus, REQUESTS, minute) > 2
 
-    async def one() -> bool:
-        return await leased(running.registry.bus, REQUESTS, minute) == 1
+    async def little() -> bool:
+        return await leased(running.registry.bus, REQUESTS, minute) == 2
 
-    await until(one)
+    await until(little)  # the one that was used, and one kept for the next
+
+
+async def test_the_first_requests_of_a_minute_find_their_lease_there_on_every_router(
+    running: Cluster, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await more.start()
+    await limit(running, *more.routers, requests_per_minute=1000, tokens_per_minute=1_000_000)
+    minute = await early_in_a_minute(running)
+    for one in (running.client, client):
+        assert (await ask(one, max_tokens=300)).status_code == 200
+    running.registry.beating = False  # its next heartbeats would set the clock back
+    routers = (running.router, *more.routers)
+    for router in routers:
+        router.table.clock.heard((minute + 1) * 60.0 - 0.9)
+
+    def ahead(router: Router, kind: str) -> int:
+        assert router.rates is not None
+        account = router.rates.account(kind, SALES)
+        return account.lease.left_in(minute + 1) if account is not None else 0
+
+    await until(lambda: all(ahead(router, kind) for router in routers for kind in (REQUESTS, TOKENS)))
+    for router in routers:
+        router.table.clock.heard((minute + 1) * 60.0 + 5.0)
+
+    async def waits(*_: Any) -> None:
+        raise AssertionError("a request waited for the bus")
+
+    monkeypatch.setattr(Rates, "_wait", waits)
+    for one in (running.client, client):
+        assert (await ask(one, max_tokens=300)).status_code == 200
+    assert await leased(running.registry.bus, REQUESTS, minute + 1) > 0
 
 
 def answering(prompt_tokens: int, completion_tokens: int) -> Any:

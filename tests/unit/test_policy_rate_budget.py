@@ -64,10 +64,12 @@ def test_an_idle_block_is_given_back_whole_and_a_large_one_in_part() -> None:
     lease = leased(1000, 200)
     lease.take(7, 1.0, 1)
     assert lease.surplus(1.5) == 179
-    assert lease.surplus(4.0) == 20
-    assert (lease.left, lease.surplus(4.0)) == (0, 0)
+    assert lease.surplus(4.0) == 19
+    assert (lease.left, lease.surplus(4.0)) == (1, 0), "one more request like the last"
     assert not lease.want(7, 4.0)
-    assert lease.is_over(6.0)
+    assert not lease.is_over(6.0)
+    assert lease.surplus(400.0) == 1
+    assert lease.is_over(400.0)
 
 
 def test_what_a_request_did_not_use_comes_back_in_its_minute_and_not_in_the_next() -> None:
@@ -104,6 +106,52 @@ def test_a_limit_of_nothing_lets_nothing_through() -> None:
     assert not lease.take(7, 0.0, 1)
     assert not lease.may_come(1, 0.0)
     assert lease.want(7, 0.0) == 0
+
+
+def test_a_minute_begins_with_what_was_leased_ahead_of_it_in_measure_of_the_demand() -> None:
+    lease = leased(1000, 100)
+    assert lease.take(7, 0.0, 30)
+    ahead = lease.want_ahead(7, 0.5)
+    assert ahead == 60, "twice what a request takes lately"
+    lease.ask_ahead(ahead)
+    assert lease.want_ahead(7, 0.6) == 0, "it is asked for once"
+    assert lease.granted(8, ahead, 100, 0.7) == 0
+    assert lease.want_ahead(7, 0.8) == 0
+    assert (lease.left_in(7), lease.left_in(8)) == (70, 60)
+    assert lease.take(8, 1.0, 50)
+    assert (lease.left, lease.total) == (10, 100)
+
+
+def test_an_answer_ahead_that_comes_late_counts_in_its_minute_and_of_a_full_counter_little_is_granted() -> None:
+    lease = leased(100, 10)
+    assert lease.take(7, 0.0, 5)
+    lease.ask_ahead(20)
+    assert not lease.take(8, 60.0, 1)
+    assert lease.asked == 20, "still on its way"
+    assert lease.granted(8, 20, 115, 60.0) == 15
+    assert lease.take(8, 60.0, 5)
+
+
+def test_a_debt_is_paid_from_what_was_leased_ahead() -> None:
+    lease = leased(1000, 100)
+    assert lease.take(7, 0.0, 100)
+    lease.settle(7, 7, 100, 150)
+    ahead = lease.want_ahead(7, 1.0)
+    lease.ask_ahead(ahead)
+    lease.granted(8, ahead, ahead, 1.0)
+    assert lease.take(8, 60.0, ahead - 50)
+    assert (lease.owed, lease.left) == (0, 0)
+
+
+def test_an_idle_router_keeps_enough_for_one_more_request_unless_the_budget_is_of_few() -> None:
+    sparse = leased(1000, 100)
+    assert sparse.take(7, 0.0, 40)
+    assert sparse.surplus(10.0) == 20
+    assert sparse.want_ahead(7, 10.0) == 40
+    small = leased(100, 20)
+    assert small.take(7, 0.0, 10)
+    assert small.surplus(10.0) == 10, "a tenth of the minute is not left lying about"
+    assert small.want_ahead(7, 10.0) == 0
 
 
 class _Router:
@@ -147,6 +195,14 @@ class Minute(RuleBasedStateMachine):
             self.asks.append((router, self.minute, amount))
         router.lease.waiting = 0
 
+    @rule(number=st.integers(0, 2))
+    def a_router_asks_ahead(self, number: int) -> None:
+        router = self.routers[number]
+        amount = router.lease.want_ahead(self.minute, self.now_s)
+        if amount:
+            router.lease.ask_ahead(amount)
+            self.asks.append((router, self.minute + 1, amount))
+
     @rule(data=st.data(), is_lost=st.booleans(), answer_is_lost=st.booleans())
     def the_server_reads_an_ask(self, data: st.DataObject, is_lost: bool, answer_is_lost: bool) -> None:
         if not self.asks:
@@ -187,6 +243,11 @@ class Minute(RuleBasedStateMachine):
             self.returns.append((lease.minute, spare))
 
     @rule(number=st.integers(0, 2))
+    def a_router_gives_up(self, number: int) -> None:
+        lease = self.routers[number].lease
+        self.returns += [(lease.minute, lease.give_up()), (lease.minute + 1, lease.give_up_ahead())]
+
+    @rule(number=st.integers(0, 2))
     def a_router_dies_and_another_starts(self, number: int) -> None:
         self.routers[number] = _Router(self.LIMIT, self.minute, self.now_s)
 
@@ -213,9 +274,10 @@ class Minute(RuleBasedStateMachine):
 
     @invariant()
     def the_counter_holds_all_that_may_still_be_spent(self) -> None:
-        left = sum(router.lease.left for router in self.routers if router.lease.minute == self.minute)
-        assert left + self.used.get(self.minute, 0) <= self.LIMIT
-        assert left + self.used.get(self.minute, 0) <= self.counters.get(self.minute, 0)
+        for minute in (self.minute, self.minute + 1):
+            left = sum(router.lease.left_in(minute) for router in self.routers)
+            assert left + self.used.get(minute, 0) <= self.LIMIT
+            assert left + self.used.get(minute, 0) <= self.counters.get(minute, 0)
 
 
 Minute.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

@@ -184,3 +184,58 @@ async def test_without_the_bus_what_is_held_is_served_and_no_more(rates: Rates, 
     with pytest.raises(RequestRateExceeded) as caught:
         await admit(rates, requests_per_minute=100)
     assert caught.value.fields["retry_after_s"] == pytest.approx(59.0, abs=0.5)
+
+
+def at_once(rates: Rates, **limits: Any) -> bool:
+    """Whether a request is let in without giving the loop a turn, and so without waiting for anybody."""
+    asking = rates.admit(TENANT, TenantLimits(**limits), 300, asyncio.get_running_loop().time())
+    try:
+        asking.send(None)
+    except StopIteration:
+        return True
+    asking.close()
+    return False
+
+
+async def test_with_a_slow_bus_the_requests_of_the_next_minute_wait_for_nothing(rates: Rates, counters: Counters, time: Time) -> None:
+    """Every answer takes seconds: those for the next minute are there before it."""
+    limits = {"requests_per_minute": 1000, "tokens_per_minute": 100_000}
+    await admit(rates, 300, **limits)
+    counters.answering = False
+    now_s = asyncio.get_running_loop().time()
+    time.unix_s = (MINUTE + 1) * 60.0 - 0.9
+    await rates._tend(now_s + 1.0)
+    asked = [(subject, amount) for subject, amount in counters.moves if subject.endswith(f".{MINUTE + 1}")]
+    assert sorted(subject for subject, _ in asked) == sorted(rate_subject(TENANT, kind, MINUTE + 1) for kind in (REQUESTS, TOKENS))
+    await rates._tend(now_s + 1.1)
+    assert len([subject for subject, _ in counters.moves if subject.endswith(f".{MINUTE + 1}")]) == 2, "once"
+    for number, total in counters.unanswered:
+        counters.answer(number, total)
+    counters.unanswered.clear()
+    await asyncio.sleep(0)
+    time.unix_s = (MINUTE + 1) * 60.0
+    rates._minute_until_s = -1.0
+    assert at_once(rates, **limits)
+    assert counters.unanswered == []
+
+
+async def test_without_a_lease_ahead_that_request_would_have_waited(rates: Rates, counters: Counters, time: Time) -> None:
+    await admit(rates, 300, tokens_per_minute=100_000)
+    counters.answering = False
+    time.unix_s = (MINUTE + 1) * 60.0
+    rates._minute_until_s = -1.0
+    assert not at_once(rates, tokens_per_minute=100_000)
+
+
+async def test_what_was_leased_ahead_goes_back_when_the_router_stops_or_the_limit_changes(
+    rates: Rates, counters: Counters, time: Time
+) -> None:
+    await admit(rates, requests_per_minute=1000)
+    time.unix_s = (MINUTE + 1) * 60.0 - 0.9
+    await rates._tend(asyncio.get_running_loop().time())
+    await asyncio.sleep(0)
+    ahead = rate_subject(TENANT, REQUESTS, MINUTE + 1)
+    assert counters.totals[ahead] > 0
+    await admit(rates, requests_per_minute=500)
+    await rates.stop()
+    assert counters.totals[ahead] == 0
