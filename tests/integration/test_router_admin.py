@@ -11,7 +11,7 @@ import pytest
 from shared.bus import Message, Objects, open_objects
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import admin
-from shared.contracts.adapters import STAGING_BUCKET
+from shared.contracts.adapters import STAGING_BUCKET, CanaryBy, CanaryStop, CanaryTerms, OnDeadline
 from shared.contracts.errors import ErrorInfo
 from shared.policy.limits import BOUNDS
 from tests.router_fakes import ADMIN_KEY, SALES_KEY, Cluster, cluster, until
@@ -80,6 +80,33 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
             "/adapters/hr/tone?drain_first=true&wait_s=3",
             None,
             admin.AddAdapter(tenant="hr", name="tone", drain_first=True, wait_s=3),
+        ),
+        ("GET", "/canaries?tenant=hr", None, admin.ListCanaries(tenant="hr")),
+        ("GET", "/canaries/hr", None, admin.ListCanaries(tenant="hr")),
+        (
+            "POST",
+            "/canaries/hr/tone?share_ppm=100000&by=session&min_requests=50&version=2&wait_s=3",
+            None,
+            admin.AddAdapter(
+                tenant="hr",
+                name="tone",
+                version=2,
+                wait_s=3,
+                trial=CanaryTerms(share_ppm=100_000, by=CanaryBy.SESSION, stop=CanaryStop(min_requests=50)),
+            ),
+        ),
+        (
+            "PATCH",
+            "/canaries/hr/tone",
+            {"share_ppm": 5, "stop": {"window_s": 30}, "resume": True},
+            admin.ChangeCanary(tenant="hr", name="tone", share_ppm=5, stop={"window_s": 30}, resume=True),
+        ),
+        ("POST", "/canaries/hr/tone/promote", {"version": 2}, admin.PromoteCanary(tenant="hr", name="tone", version=2)),
+        (
+            "POST",
+            "/canaries/hr/tone/rollback",
+            {"deadline_s": 5, "on_deadline": "wait"},
+            admin.RollBackCanary(tenant="hr", name="tone", deadline_s=5, on_deadline=OnDeadline.WAIT),
         ),
         ("GET", "/events?tenant=hr&limit=3", None, admin.ListEvents(tenant="hr", limit=3)),
         ("GET", "/matrix", None, admin.GetMatrix()),
@@ -266,6 +293,41 @@ async def test_absurd_fields_of_an_upload_are_refused_by_their_name_and_leave_no
     assert response.json()["error"]["param"] == query.partition("=")[0]
     assert office.heard == []
     assert await office.staging.names() == []
+
+
+@pytest.mark.parametrize("query", ["share_ppm=x", "by=mood", "window_s=x", "version=x", "drain_first=true", "ceiling_bytes=1", "wait_s=-1"])
+async def test_absurd_terms_of_a_trial_are_refused_by_their_name_and_leave_nothing(running: Cluster, office: Office, query: str) -> None:
+    response = await running.client.post(f"/admin/v1/canaries/hr/tone?{query}", content=b"x")
+    assert code_of(response) == (400, "invalid_request")
+    assert query.partition("=")[0] in response.json()["error"]["param"]
+    assert office.heard == []
+    assert await office.staging.names() == []
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"share_ppm": 1_000_001}, "share_ppm"),
+        ({"share_ppm": 0.5}, "share_ppm"),
+        ({"by": "mood"}, "by"),
+        ({"stop": {"window_s": 1}}, "stop.window_s"),
+        ({"stop": {"patience": 1}}, "stop.patience"),
+        ({"share": 1}, "share"),
+    ],
+)
+async def test_absurd_changes_of_a_trial_are_refused_by_their_name(running: Cluster, office: Office, body: Any, field: str) -> None:
+    response = await running.client.patch("/admin/v1/canaries/hr/tone", json=body)
+    assert code_of(response) == (400, "invalid_request")
+    assert response.json()["error"]["param"] == f"body.{field}"
+    assert office.heard == []
+
+
+async def test_one_trial_is_shown_by_its_name_or_not_found(running: Cluster, office: Office) -> None:
+    office.reply = admin.Reply(result=[{"version": 2}])
+    assert (await running.client.get("/admin/v1/canaries/hr/tone")).json() == {"version": 2}
+    office.reply = admin.Reply(result=[])
+    assert code_of(await running.client.get("/admin/v1/canaries/hr/tone")) == (404, "not_found")
+    assert office.heard == [admin.ListCanaries(tenant="hr", name="tone")] * 2
 
 
 async def test_limits_that_are_not_named_are_not_sent_and_null_is(running: Cluster, office: Office) -> None:

@@ -60,6 +60,11 @@ async def test_a_key_without_the_scope_infer_is_told_what_it_needs_and_has(runni
         ("POST", "/adapters/sales/tone", "adapters"),
         ("POST", "/adapters/sales/tone/unload", "adapters"),
         ("DELETE", "/adapters/sales/tone", "adapters"),
+        ("GET", "/canaries/sales", "adapters"),
+        ("POST", "/canaries/sales/tone", "adapters"),
+        ("PATCH", "/canaries/sales/tone", "adapters"),
+        ("POST", "/canaries/sales/tone/promote", "adapters"),
+        ("POST", "/canaries/sales/tone/rollback", "adapters"),
         ("GET", "/tenants/sales", "admin"),
         ("GET", "/tenants/sales/keys", "admin"),
         ("POST", "/tenants/sales/keys", "admin"),
@@ -72,7 +77,7 @@ async def test_what_a_tenants_own_key_may_do_of_the_admin_plane(
 ) -> None:
     lacking = "sk-lacking"
     await give(running, lacking, scopes=tuple({INFER, ADAPTERS, ADMIN} - {state.Scope(needed)}))
-    body = {} if path.endswith("/keys") and method == "POST" else None
+    body = {} if (path.endswith("/keys") and method == "POST") or method == "PATCH" else None
     refused = await running.client.request(method, f"/admin/v1{path}", json=body, headers=bearer(lacking))
     assert code_of(refused) == (403, "scope_missing")
     assert refused.json()["error"]["needed"] == needed

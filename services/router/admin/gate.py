@@ -10,7 +10,8 @@ from fastapi.responses import Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from services.router.admin import adapters, cluster, keys, tenants
+from services.router.admin import adapters, canary, cluster, keys, tenants
+from services.router.admin.adding import Adding
 from services.router.admin.registry_client import RegistryClient
 from services.router.admin.tenant_door import TenantDoor, tenant_of
 from services.router.asgi import AsgiApp, Receive, Scope, Send, answer_whole
@@ -83,7 +84,9 @@ def make_admin_plane(bus: Bus, table: RouteTable, freshness: Freshness, fleet: F
     registry = RegistryClient(bus)
     app.include_router(tenants.make_routes(registry), prefix=PREFIX)
     app.include_router(keys.make_routes(registry, table), prefix=PREFIX)
-    app.include_router(adapters.make_routes(registry, bus, settings), prefix=PREFIX)
+    adding = Adding(registry, bus, settings)
+    app.include_router(adapters.make_routes(registry, adding, settings), prefix=PREFIX)
+    app.include_router(canary.make_routes(registry, adding), prefix=PREFIX)
     app.include_router(cluster.make_routes(registry, table, fleet, bus), prefix=PREFIX)
     app.add_exception_handler(TenantryError, _told)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -1,4 +1,4 @@
-"""What of the admin plane a tenant's own key opens: its adapters, its keys and what it may know of itself. All else is the operator's."""
+"""What of the admin plane a tenant's own key opens: its adapters, trials and keys, and what it may know of itself; all else is not its."""
 
 import re
 from typing import Any
@@ -21,6 +21,9 @@ _OPEN = tuple(
         ({"GET"}, f"/adapters/{_SEGMENT}", state.Scope.ADAPTERS),
         ({"GET", "POST", "DELETE"}, f"/adapters/{_SEGMENT}/[^/]+", state.Scope.ADAPTERS),
         ({"POST"}, f"/adapters/{_SEGMENT}/[^/]+/unload", state.Scope.ADAPTERS),
+        ({"GET"}, f"/canaries/{_SEGMENT}", state.Scope.ADAPTERS),
+        ({"GET", "POST", "PATCH"}, f"/canaries/{_SEGMENT}/[^/]+", state.Scope.ADAPTERS),
+        ({"POST"}, f"/canaries/{_SEGMENT}/[^/]+/(?:promote|rollback)", state.Scope.ADAPTERS),
         ({"GET"}, f"/tenants/{_SEGMENT}", state.Scope.ADMIN),
         ({"GET", "POST"}, f"/tenants/{_SEGMENT}/keys", state.Scope.ADMIN),
         ({"DELETE"}, f"/tenants/{_SEGMENT}/keys/[^/]+", state.Scope.ADMIN),
@@ -77,7 +80,7 @@ class TenantDoor:
 
 
 def _is_upload(scope: Scope) -> bool:
-    return scope["method"] == "POST" and re.fullmatch("/admin/v1/adapters/[^/]+/[^/]+", scope["path"]) is not None
+    return scope["method"] == "POST" and re.fullmatch("/admin/v1/(?:adapters|canaries)/[^/]+/[^/]+", scope["path"]) is not None
 
 
 def _limited(receive: Receive) -> Receive:
