@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from services.cli import adapters, matrix, tenants
+from services.cli import adapters, canary, matrix, tenants
 from services.cli.apply_command import apply_file
 from services.cli.ask import ask
 from services.cli.nats_config import nats_config
@@ -26,6 +26,7 @@ app.command("top")(top)
 app.command("nats-config")(nats_config)
 app.add_typer(tenants.app, name="tenant")
 app.add_typer(adapters.app, name="adapter")
+app.add_typer(canary.app, name="canary")
 app.add_typer(matrix.app, name="matrix")
 
 

@@ -5,60 +5,25 @@ client = Client("http://127.0.0.1:8080", admin_key)
 client.unload("lora_cs", mode="draining")
 """
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
-import msgspec
 
-from services.cli.archive import pack
+from services.cli.admin_http import AdminHttp, ClientError, Progress, present
+from services.cli.canary_calls import CanaryCalls
 from shared.contracts.adapters import AdapterEvent
 from shared.contracts.admin import AdapterView, KeyView, TenantView
 from shared.contracts.state import Matrix, Routing
-from shared.errors import TenantryError
 
-T = TypeVar("T")
-Progress = Callable[[int, int], None]  # bytes sent, bytes in all
+__all__ = ["MB", "Client", "ClientError"]
 
 MB = 1024 * 1024
-_PIECE_BYTES = 256 * 1024
 
 
-class ClientError(TenantryError):
-    """The service refused, or could not be reached (status 0). `peer_code` is the service's own stable code."""
-
-    code = "client_error"
-
-    def __init__(self, message: str, *, status: int = 0, peer_code: str = "", **fields: Any) -> None:
-        super().__init__(message, **fields)
-        self.status = status
-        self.peer_code = peer_code
-
-
-class Client:
+class Client(CanaryCalls, AdminHttp):
     """Safe for one thread. Every method raises ClientError; results are the contracts' views."""
-
-    def __init__(self, url: str, admin_key: str, *, timeout_s: float = 30.0, transport: httpx.BaseTransport | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._http = httpx.Client(
-            base_url=f"{self.url}/admin/v1",
-            headers={"authorization": f"Bearer {admin_key}"},
-            timeout=httpx.Timeout(timeout_s, connect=5.0),
-            transport=transport,
-            trust_env=False,
-        )
-
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._http.close()
 
     # tenants and keys
 
@@ -143,27 +108,8 @@ class Client:
 
         :raises ConfigInvalid: `path` is no adapter.
         """
-        path = Path(path)
         params = _adapter_params(base, ceiling_mb, drain_first, make_default, wait_s)
-        with tempfile.TemporaryDirectory(prefix="tenantry-") as scratch:
-            archive = path
-            if path.is_dir():
-                archive = Path(scratch) / "adapter.tar"
-                pack(path, archive)
-            size = archive.stat().st_size
-            if not size:
-                raise ClientError(
-                    f"{path} is an empty file, not an adapter's archive", status=400, peer_code="adapter_rejected", reason="empty"
-                )
-            return self._send(
-                "POST",
-                f"/adapters/{tenant}/{name}",
-                AdapterView,
-                params=params,
-                content=_pieces(archive, size, progress),
-                headers={"content-type": "application/octet-stream", "content-length": str(size)},
-                timeout=httpx.Timeout(wait_s + 60.0, connect=5.0),
-            )
+        return self._send_archive(f"/adapters/{tenant}/{name}", Path(path), params, wait_s, AdapterView, progress)
 
     def mount(
         self,
@@ -205,7 +151,7 @@ class Client:
     def remove(self, name: str, tenant: str | None = None, *, version: int = 0) -> list[AdapterView]:
         """Forgets versions that are not mounted (all, or one), and their stored files."""
         owner = tenant or self.owner_of(name, all_versions=True)
-        return self._send("DELETE", f"/adapters/{owner}/{name}", list[AdapterView], params=_present(version=version or ""))
+        return self._send("DELETE", f"/adapters/{owner}/{name}", list[AdapterView], params=present(version=version or ""))
 
     def events(self, tenant: str = "", name: str = "", *, limit: int = 100) -> list[AdapterEvent]:
         return self._get("/events", list[AdapterEvent], tenant=tenant, name=name, limit=limit)
@@ -232,7 +178,7 @@ class Client:
         return self._send("POST", "/matrix/labels", Matrix, json={"label": label, "base": base})
 
     def remove_label(self, label: str, base: str = "") -> Matrix:
-        return self._send("DELETE", "/matrix/labels", Matrix, params=_present(label=label, base=base))
+        return self._send("DELETE", "/matrix/labels", Matrix, params=present(label=label, base=base))
 
     def set_pair(self, adapter_digest: str, base: str, *, allowed: bool, note: str = "") -> Matrix:
         body = {"adapter_digest": adapter_digest, "base": base, "allowed": allowed, "note": note}
@@ -258,44 +204,13 @@ class Client:
     def top(self) -> dict[str, Any]:
         return self._get("/top", dict[str, Any])
 
-    def _get(self, path: str, kind: type[T], **params: Any) -> T:
-        return self._send("GET", path, kind, params=_present(**params))
-
-    def _send(self, method: str, path: str, kind: type[T], **options: Any) -> T:
-        try:
-            response = self._http.request(method, path, **options)
-        except httpx.ConnectError as error:
-            raise ClientError(f"nothing answers at {self.url}: is `tenantry up` running? ({error})", peer_code="unreachable") from error
-        except httpx.TimeoutException as error:
-            raise ClientError(f"{self.url} did not answer in time ({method} {path})", peer_code="timeout") from error
-        except httpx.HTTPError as error:
-            raise ClientError(f"the connection to {self.url} broke ({error or type(error).__name__})", peer_code="unreachable") from error
-        if response.status_code >= 400:
-            raise _refusal(response)
-        if not response.content:
-            return msgspec.convert(None, kind)
-        try:
-            return msgspec.json.decode(response.content, type=kind)
-        except msgspec.DecodeError as error:
-            raise ClientError(f"{self.url}{path} answered what this client cannot read: {error}", status=response.status_code) from error
-
-
-def _refusal(response: httpx.Response) -> ClientError:
-    try:
-        error: dict[str, Any] = msgspec.json.decode(response.content)["error"]
-        message, peer_code = str(error["message"]), str(error.get("code") or "")
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return ClientError(f"HTTP {response.status_code} without a reason", status=response.status_code)
-    fields = {name: value for name, value in error.items() if name not in {"message", "code", "type", "status", "peer_code"}}
-    return ClientError(message, status=response.status_code, peer_code=peer_code, **fields)
-
 
 def _keys_of(tenant: str) -> str:
     return f"/tenants/{tenant}/keys" if tenant else "/keys"
 
 
 def _adapter_params(base: str, ceiling_mb: int | None, drain_first: bool, make_default: bool, wait_s: float) -> dict[str, Any]:
-    return _present(
+    return present(
         base=base,
         ceiling_bytes="" if ceiling_mb is None else ceiling_mb * MB,
         drain_first=_flag(drain_first),
@@ -304,19 +219,5 @@ def _adapter_params(base: str, ceiling_mb: int | None, drain_first: bool, make_d
     )
 
 
-def _present(**params: Any) -> dict[str, Any]:
-    return {name: value for name, value in params.items() if value != ""}
-
-
 def _flag(value: bool) -> str:
     return "true" if value else ""
-
-
-def _pieces(archive: Path, size: int, progress: Progress | None) -> Iterator[bytes]:
-    sent = 0
-    with archive.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
-            sent += len(piece)
-            if progress is not None:
-                progress(sent, size)

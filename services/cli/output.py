@@ -18,7 +18,15 @@ MB = 1024 * 1024
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
-_STATE_STYLES = {"ready": "green", "draining": "yellow", "loading": "cyan", "rejected": "red", "failed": "red", "unloaded": "dim"}
+_STATE_STYLES = {
+    "ready": "green",
+    "draining": "yellow",
+    "loading": "cyan",
+    "rejected": "red",
+    "failed": "red",
+    "stopped": "red",
+    "unloaded": "dim",
+}
 
 
 def print_json(value: Any) -> None:
@@ -86,7 +94,7 @@ def adapters_table(views: Iterable[AdapterView]) -> Table:
     rows = [
         (
             view.tenant,
-            f"{view.name}@{view.version}" + (" *" if view.serving else ""),
+            f"{view.name}@{view.version}" + (" *" if view.serving else " (trial)" if view.on_trial else ""),
             state_text(view.state),
             str(view.rank),
             megabytes(view.slot_bytes),

@@ -172,7 +172,8 @@ def _adapter_step(entry: AdapterEntry, adapters: Sequence[AdapterView], uploaded
     serving = next((view for view in mine if view.serving and view.state in _SERVING), None)
     same_base = serving is not None and entry.base in ("", serving.base)
     if local.present:
-        if serving is not None and same_base and local.digest and serving.digest == local.digest:
+        known = {view.digest for view in mine if view is serving or view.on_trial}  # one on trial is promoted, not applied
+        if serving is not None and same_base and local.digest and local.digest in known:
             return Unchanged(entry=entry, view=serving)
         return Upload(entry=entry, path=local.path)
     if serving is not None and same_base:

@@ -101,6 +101,13 @@ def test_other_files_under_the_same_name_are_uploaded() -> None:
     assert [type(step) for step in made] == [Upload, Unchanged]
 
 
+def test_files_that_are_on_trial_already_are_left_to_their_trial() -> None:
+    trial = adapter("one", version=2, digest="sha256:new", serving=False, on_trial=True)
+    made = steps(adapters=[adapter("one"), trial, adapter("two")], local={"one": here("one", "sha256:new"), "two": here("two")})
+    assert [(type(step), step.view.version) for step in made if isinstance(step, Unchanged)] == [(Unchanged, 1), (Unchanged, 1)]
+    assert len(made) == 2
+
+
 def test_an_archive_whose_digest_is_not_known_here_is_uploaded() -> None:
     assert [type(step) for step in steps(local={"one": here("one", ""), "two": here("two")})] == [Upload, Unchanged]
 
