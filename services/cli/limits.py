@@ -20,6 +20,7 @@ NAMES: dict[str, tuple[str, int]] = {
     "default_max_tokens": ("default_max_tokens", 1),
     "queue_limit": ("queue_limit", 1),
     "queue_deadline_s": ("queue_deadline_s", 1),
+    "cache_group": ("cache_group", 1),
 }
 _WRITTEN = {field: name for name, (field, _) in NAMES.items()}
 
@@ -46,7 +47,7 @@ def of_options(options: Mapping[str, str | bool | None]) -> dict[str, Any]:
     for name, text in options.items():
         if text is None:
             continue
-        if isinstance(text, bool) or text == "none":
+        if isinstance(text, bool) or text == "none" or name == "cache_group":
             values[name] = None if text == "none" else text
             continue
         try:

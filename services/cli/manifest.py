@@ -46,6 +46,7 @@ class TenantEntry(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: int | UnsetType | None = UNSET
     queue_limit: int | UnsetType = UNSET
     queue_deadline_s: float | UnsetType = UNSET
+    cache_group: str | UnsetType | None = UNSET
 
     @property
     def limits(self) -> dict[str, Any]:

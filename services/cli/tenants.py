@@ -33,6 +33,15 @@ Weight = Annotated[str | None, _limit("--weight", "Share of the engine's time wh
 DefaultMaxTokens = Annotated[str | None, _limit("--default-max-tokens", "What a request without max_tokens reserves.")]
 QueueLimit = Annotated[str | None, _limit("--queue-limit", "Its requests that may wait on one worker.")]
 QueueDeadline = Annotated[str | None, _limit("--queue-deadline-s", "Seconds that one may wait.")]
+CacheGroup = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-group",
+        metavar="NAME",
+        help="Share the prefix cache of base traffic with tenants of the same group, or `none`.",
+        rich_help_panel=_LIMITS,
+    ),
+]
 
 
 @app.command("add")
@@ -53,6 +62,7 @@ def add(
     default_max_tokens: DefaultMaxTokens = None,
     queue_limit: QueueLimit = None,
     queue_deadline_s: QueueDeadline = None,
+    cache_group: CacheGroup = None,
     data: access.DataOption = access.DATA,
     url: access.UrlOption = "",
     as_json: access.JsonOption = False,
@@ -71,6 +81,7 @@ def add(
             "default_max_tokens": default_max_tokens,
             "queue_limit": queue_limit,
             "queue_deadline_s": queue_deadline_s,
+            "cache_group": cache_group,
         }
     )
     with access.client(url, data) as client:
@@ -111,6 +122,7 @@ def change(
     default_max_tokens: DefaultMaxTokens = None,
     queue_limit: QueueLimit = None,
     queue_deadline_s: QueueDeadline = None,
+    cache_group: CacheGroup = None,
     data: access.DataOption = access.DATA,
     url: access.UrlOption = "",
     as_json: access.JsonOption = False,
@@ -129,6 +141,7 @@ def change(
             "default_max_tokens": default_max_tokens,
             "queue_limit": queue_limit,
             "queue_deadline_s": queue_deadline_s,
+            "cache_group": cache_group,
         }
     )
     wanted = {

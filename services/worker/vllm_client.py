@@ -13,6 +13,7 @@ from typing import Any, cast
 from services.worker.admission_calls import Call
 from services.worker.engine import AsgiApp, Receive, Scope, Send
 from services.worker.governor import Attempt, Governor, current_attempt
+from services.worker.tenant_mark import TENANT_MARK
 from shared.errors import Cancelled, EngineError, InternalError, WorkerLost
 
 _BEAM_STEP = re.compile(r"-[0-9a-f]+-beam-\d+$")
@@ -21,6 +22,11 @@ _BEAM_STEP = re.compile(r"-[0-9a-f]+-beam-\d+$")
 def tenant_salt(secret: bytes, tenant_id: str) -> str:
     """Keeps one tenant's prefix-cache blocks apart from all others'; nobody without the cluster's secret can make it."""
     return hmac.new(secret, tenant_id.encode(), hashlib.sha256).hexdigest()
+
+
+def group_salt(secret: bytes, group: str) -> str:
+    """That of tenants that have all said to share; no tenant's id is written like a group."""
+    return hmac.new(secret, f"group:{group}".encode(), hashlib.sha256).hexdigest()
 
 
 class GovernedClient:
@@ -48,13 +54,13 @@ class GovernedClient:
         """
         attempt = self._checked_attempt(options)
         self._own(options, attempt)
-        return self._generate(attempt, self._salted(prompt, attempt), sampling_params, request_id, options)
+        return self._generate(attempt, _checked_prompt(prompt), sampling_params, request_id, options)
 
     def encode(self, prompt: Any, pooling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """As `generate`, for pooling."""
         attempt = self._checked_attempt(options)
         options["priority"] = 0
-        return self._encode(attempt, self._salted(prompt, attempt), pooling_params, request_id, options)
+        return self._encode(attempt, _checked_prompt(prompt), pooling_params, request_id, options)
 
     def closing(self, app: AsgiApp) -> AsgiApp:
         """`app`, after which nothing of the attempt is left in the engine, however it ended.
@@ -80,6 +86,10 @@ class GovernedClient:
         self, attempt: Attempt, prompt: dict[str, Any], sampling_params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         call = await self._admit(attempt, prompt, request_id, sampling_params.max_tokens, sampling_params.n)
+        prompt, mark = self._salted(prompt, attempt)
+        if mark:
+            sampling_params = sampling_params.clone()
+            sampling_params.extra_args = {**(sampling_params.extra_args or {}), TENANT_MARK: mark}
         kinds = cast("Any", type(sampling_params.output_kind))
         deltas = sampling_params.output_kind is kinds.DELTA
         only_final = sampling_params.output_kind is kinds.FINAL_ONLY
@@ -124,6 +134,7 @@ class GovernedClient:
         self, attempt: Attempt, prompt: dict[str, Any], pooling_params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         call = await self._admit(attempt, prompt, request_id, 0, 1)
+        prompt, _ = self._salted(prompt, attempt)
         attempt.engine_requests.add(request_id)
         steps = self._engine.encode(prompt, pooling_params, request_id, **options)
         try:
@@ -160,14 +171,17 @@ class GovernedClient:
         for name in ("data_parallel_rank", "session_id", "kv_hints", "trace_headers"):
             options.pop(name, None)
 
-    def _salted(self, prompt: Any, attempt: Attempt) -> dict[str, Any]:
-        if not isinstance(prompt, dict) or _prompt_tokens(cast("dict[str, Any]", prompt)) is None:
-            raise InternalError("a prompt reached the engine in a form whose tokens cannot be counted; it was not started")
-        salted = {**cast("dict[str, Any]", prompt), "cache_salt": tenant_salt(self._secret, attempt.handle.tenant_id)}
+    def _salted(self, prompt: dict[str, Any], attempt: Attempt) -> tuple[dict[str, Any], str]:
+        """And by what the scheduler is to know the tenant, if not by its salt."""
+        tenant_id = attempt.handle.tenant_id
+        limits = self._governor.admission.tenants.find(tenant_id)
+        group = limits.cache_group if limits is not None else None
+        salt = tenant_salt(self._secret, tenant_id) if group is None else group_salt(self._secret, group)
+        salted = {**prompt, "cache_salt": salt}
         decoder = salted.get("decoder_prompt")
         if isinstance(decoder, dict):
-            salted["decoder_prompt"] = {**cast("dict[str, Any]", decoder), "cache_salt": salted["cache_salt"]}
-        return salted
+            salted["decoder_prompt"] = {**cast("dict[str, Any]", decoder), "cache_salt": salt}
+        return salted, "" if group is None else tenant_salt(self._secret, tenant_id)
 
     async def _admit(self, attempt: Attempt, prompt: dict[str, Any], request_id: str, max_tokens: int | None, samples: int) -> Call:
         if attempt.closed:
@@ -195,6 +209,12 @@ def _fail(attempt: Attempt, error: Exception, *, begun: bool) -> None:
         attempt.refusal = WorkerLost("the engine died while it answered this request")
     else:
         attempt.refusal = EngineError("the engine failed while it answered this request")
+
+
+def _checked_prompt(prompt: Any) -> dict[str, Any]:
+    if not isinstance(prompt, dict) or _prompt_tokens(cast("dict[str, Any]", prompt)) is None:
+        raise InternalError("a prompt reached the engine in a form whose tokens cannot be counted; it was not started")
+    return cast("dict[str, Any]", prompt)
 
 
 def _prompt_tokens(prompt: Mapping[str, Any]) -> int | None:

@@ -1,6 +1,7 @@
 """vLLM's scheduler with one rule more: while tenants share the engine, one tenant's prompts take only the shared budget of a step.
 
-Runs in vLLM's engine process (its `scheduler_cls`). A tenant is known by its cache salt. Alone, a tenant's prompts take whole steps.
+Runs in vLLM's engine process (its `scheduler_cls`). A tenant is known by its cache salt or its mark (tenant_mark.py). Alone, a tenant's
+prompts take whole steps.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -11,6 +12,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from services.worker.tenant_mark import owner_of
 from services.worker.vllm_blocks import watch_sliding_windows, zero_new_blocks
 from shared.policy.engine_room import shape_of
 
@@ -57,20 +59,22 @@ class _SharedSteps:
         for request in self.running:
             left = request.num_prompt_tokens - request.num_computed_tokens
             if left > 0:
-                reading[request.cache_salt] = reading.get(request.cache_salt, 0) + min(left, budget)
+                owner = owner_of(request)
+                reading[owner] = reading.get(owner, 0) + min(left, budget)
         held: list[Any] = []
         for request in self.waiting:
             part = min(max(1, request.num_prompt_tokens - request.num_computed_tokens), budget)
-            before = reading.get(request.cache_salt, 0)
+            owner = owner_of(request)
+            before = reading.get(owner, 0)
             if before and before + part > budget:
                 held.append(request)
             else:
-                reading[request.cache_salt] = before + part
+                reading[owner] = before + part
         if held:
             self.waiting.remove_requests(held)
         return held
 
     def _is_shared(self) -> bool:
-        salts = iter(chain(self.running, self.waiting))
-        first = next(salts, None)
-        return first is not None and any(request.cache_salt != first.cache_salt for request in salts)
+        owners = map(owner_of, chain(self.running, self.waiting))
+        first = next(owners, None)
+        return any(owner != first for owner in owners)

@@ -28,6 +28,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: int | None = None  # what a request without max_tokens reserves; None: as far as the model's length goes
     queue_limit: int = 256  # requests of this tenant that may wait on one worker
     queue_deadline_s: float = 30.0
+    cache_group: str | None = None  # shares prefix-cache blocks with tenants whose own limits name the same group; None: with nobody
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,12 @@
 """Which limits a tenant may be given: every field with its bounds, and changes to some of them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from shared.contracts.state import NAME_PATTERN
 from shared.contracts.tenancy import TenantLimits
 from shared.errors import InvalidRequest
 
@@ -21,6 +23,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "queue_limit": (0, 1_000_000),
     "queue_deadline_s": (0.001, 3600.0),
 }
+_GROUP = re.compile(NAME_PATTERN)
 _FIELDS = {field.name: field for field in msgspec.structs.fields(TenantLimits)}
 
 
@@ -36,6 +39,10 @@ def changed(limits: TenantLimits, changes: Mapping[str, Any]) -> TenantLimits | 
             values[name] = msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:
             return _wrong(name, value, str(error))
+        if name == "cache_group":
+            if value is not None and not _GROUP.fullmatch(value):
+                return _wrong(name, value, f"expected a name of {NAME_PATTERN}")
+            continue
         lowest, highest = BOUNDS.get(name, (0, 1))
         if values[name] is not None and not lowest <= values[name] <= highest:
             return _wrong(name, value, f"expected {lowest:g} to {highest:g}")

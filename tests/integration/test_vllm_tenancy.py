@@ -129,6 +129,20 @@ async def answered(desk: Desk, path: str, body: dict[str, Any], tenant: str) -> 
     return one
 
 
+async def test_tenants_that_have_both_said_so_share_blocks_of_the_base_and_a_third_does_not(desk: Desk, admission: Admission) -> None:
+    del admission
+    for tenant, group in (("sales", "family"), ("sister", "family"), ("cousin", "others"), ("rival", None)):
+        share(desk, tenant, cache_group=group)
+    prompt = tokens(400)
+    assert cached(await complete(desk, prompt, "sales")) == 0
+    for tenant in ("cousin", "rival"):
+        assert cached(await complete(desk, prompt, tenant)) == 0
+    assert cached(await complete(desk, prompt, "sister")) > 300
+    share(desk, "sister")
+    alone = await complete(desk, prompt, "sister")
+    assert cached(alone) == 0, "once one of them says no more, from its next request on"
+
+
 ASKS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": ["one", "two", "three"], "max_tokens": 33}),
     (COMPLETIONS, {"prompt": "one", "n": 3, "max_tokens": 33, "temperature": 1.0}),
@@ -235,7 +249,7 @@ async def test_the_engines_scheduler_cuts_prompts_only_while_tenants_share_it() 
         add_request = list.append
 
     def request(salt: str, computed: int = 0) -> SimpleNamespace:
-        return SimpleNamespace(cache_salt=salt, num_prompt_tokens=500, num_computed_tokens=computed)
+        return SimpleNamespace(cache_salt=salt, sampling_params=None, num_prompt_tokens=500, num_computed_tokens=computed)
 
     config = SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=8192, long_prefill_token_threshold=0)
     scheduler: Any = type("Scheduler", (_SharedSteps, Base), {})(config)

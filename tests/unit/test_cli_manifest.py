@@ -1,5 +1,6 @@
 """The YAML form: what is accepted, and that every refusal names file, line and key."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ tenants:
     tokens_per_minute: null
     burst: true
     queue_deadline_s: 2.5
+    cache_group: family
 """
 )
 
@@ -73,11 +75,17 @@ def test_a_tenant_s_limits_stand_beside_its_name_and_what_is_not_written_stays()
         "tokens_per_minute": None,
         "burst": True,
         "queue_deadline_s": 2.5,
+        "cache_group": "family",
     }
 
 
-@pytest.mark.parametrize("limit", list(limits.NAMES))
-@pytest.mark.parametrize("value", ["-1", "many", "1000000000000000000000000000000", "[]", ".nan"])
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [
+        *itertools.product(sorted(set(limits.NAMES) - {"cache_group"}), ["-1", "many", "1000000000000000000000000000000", "[]", ".nan"]),
+        *itertools.product(["cache_group"], ["-1", "Many", "two words", "[]", "7"]),
+    ],
+)
 def test_a_wrong_limit_in_the_file_is_refused_by_its_line_and_name(limit: str, value: str) -> None:
     text = f"tenants:\n  - name: sales\n    {limit}: {value}\n"
     with pytest.raises(ConfigInvalid, match=rf"t.yaml:[23]: tenants\[0\]\.{limit} is ") as caught:

@@ -7,12 +7,15 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.worker.governor import Attempt, Governor, current_attempt
 from services.worker.request_plan import RequestPlan
-from services.worker.vllm_client import GovernedClient, tenant_salt
+from services.worker.tenant_mark import TENANT_MARK, owner_of
+from services.worker.vllm_client import GovernedClient, group_salt, tenant_salt
 from shared.contracts.inference import Handle
+from shared.contracts.tenancy import TenantLimits
 from shared.errors import Cancelled, EngineError, HandleMismatch, InternalError, Overloaded, WorkerLost
 
 BASE = "demo@" + "a" * 64
@@ -28,6 +31,7 @@ class Kind(enum.Enum):
 class Sampling:
     def __init__(self, kind: Kind, n: int = 1) -> None:
         self.output_kind, self.n, self.max_tokens = kind, n, 8
+        self.extra_args: dict[str, Any] | None = None
 
     def clone(self) -> "Sampling":
         return copy.copy(self)
@@ -141,6 +145,36 @@ async def test_salt_priority_and_routing_are_the_platforms_whatever_was_asked_fo
     assert tenant_salt(SECRET, "tn_1") != tenant_salt(b"other", "tn_1")
     assert call.options == {"priority": 0, "reasoning_ended": None}
     assert prompt["cache_salt"] == "client's"
+
+
+async def test_tenants_whose_limits_name_one_group_have_its_salt_and_a_mark_of_their_own() -> None:
+    salts: dict[str, str] = {}
+    owners: dict[str, str | None] = {}
+    for tenant_id, group in (("tn_1", "family"), ("tn_2", "family"), ("tn_3", "other"), ("tn_4", None)):
+        desk = Desk()
+        desk.attempt.handle = msgspec.structs.replace(desk.attempt.handle, tenant_id=tenant_id)
+        desk.attempt.place.tenant_id = tenant_id
+        desk.governor.admission.set_tenant(tenant_id, TenantLimits(cache_group=group), None)
+        await desk.run(Kind.DELTA)
+        (call,) = desk.engine.calls
+        salts[tenant_id] = call.prompt["cache_salt"]
+        owners[tenant_id] = owner_of(SimpleNamespace(cache_salt=salts[tenant_id], sampling_params=call.params))
+    assert salts["tn_1"] == salts["tn_2"] == group_salt(SECRET, "family")
+    assert len(set(salts.values())) == 3
+    assert salts["tn_4"] == tenant_salt(SECRET, "tn_4")
+    assert len(set(owners.values())) == 4, "the scheduler tells them apart all the same"
+    assert group_salt(SECRET, "tn_4") != tenant_salt(SECRET, "tn_4")
+
+
+async def test_a_mark_is_put_beside_what_else_the_parameters_carry_and_into_a_copy() -> None:
+    desk = Desk()
+    desk.governor.admission.set_tenant("tn_1", TenantLimits(cache_group="family"), None)
+    params = Sampling(Kind.DELTA)
+    params.extra_args = {"other": 1}
+    prompt = {"type": "token", "prompt_token_ids": [1]}
+    assert [o async for o in desk.client.generate(prompt, params, "cmpl-1")]
+    assert desk.engine.calls[0].params.extra_args == {"other": 1, TENANT_MARK: tenant_salt(SECRET, "tn_1")}
+    assert params.extra_args == {"other": 1}
 
 
 async def test_the_handles_own_adapter_reaches_the_engine() -> None:

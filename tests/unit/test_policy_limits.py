@@ -20,6 +20,7 @@ WRONG = [
     ("burst", 1),
     ("kv_quota", 1),
     ("x" * 10_000, 1),
+    *[("cache_group", value) for value in ("", "Upper", "two words", "x" * 64, 7, True, ["a"])],
 ]
 
 
@@ -32,7 +33,8 @@ def test_a_wrong_limit_is_refused_by_its_name(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, field in ((f.name, f) for f in msgspec.structs.fields(TenantLimits)) if field.default is None]
+    "name",
+    [name for name, field in ((f.name, f) for f in msgspec.structs.fields(TenantLimits)) if field.default is None and name in BOUNDS],
 )
 def test_null_takes_a_limit_away_and_zero_does_not(name: str) -> None:
     lowest = int(BOUNDS[name][0])
@@ -40,3 +42,10 @@ def test_null_takes_a_limit_away_and_zero_does_not(name: str) -> None:
     assert isinstance(limited, TenantLimits)
     assert (getattr(limited, name), limited.weight) == (lowest, 3)
     assert changed(limited, {name: None}) == TenantLimits(weight=3)
+
+
+def test_a_cache_group_is_a_name_and_null_leaves_it() -> None:
+    shared = changed(TenantLimits(), {"cache_group": "legal-family"})
+    assert shared == TenantLimits(cache_group="legal-family")
+    assert isinstance(shared, TenantLimits)
+    assert changed(shared, {"cache_group": None}) == TenantLimits()

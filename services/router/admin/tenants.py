@@ -32,6 +32,7 @@ class Limits(Body):
     default_max_tokens: Annotated[int, _count("default_max_tokens")] | None = None
     queue_limit: Annotated[int, _count("queue_limit")] = 256
     queue_deadline_s: Annotated[float, Field(strict=True, ge=0.001, le=3600, allow_inf_nan=False)] = 30.0
+    cache_group: Name | None = None
 
 
 class NewTenant(Body):
