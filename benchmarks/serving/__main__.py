@@ -1,6 +1,7 @@
 """`python -m benchmarks.serving --model gptoss-20b` (`make bench-serving`): what serving eight adapters costs, on one GPU with vLLM 0.26.
 
-a: vLLM alone without adapters, b: vLLM alone with eight, c: Tenantry's engine with eight. Random weights of the published model's
+a: vLLM alone without adapters, b: vLLM alone with eight, c: Tenantry's engine with eight, d: client, router, NATS and worker around
+c's engine. Random weights of the published model's
 shape, random token ids as prompts; one system at a time on the card, the next one importing meanwhile. Rows are written as they come.
 """
 
@@ -36,15 +37,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     args = _arguments()
     batches = tuple(int(part) for part in args.batches.split(","))
-    names = args.systems.split(",")
+    names = [name for name in args.systems.split(",") if name != "d"]  # around c's engine, once that is measured
     scratch = Path(tempfile.mkdtemp(prefix="tenantry-serving-", dir=args.scratch or _scratch()))
     plan = engines.Plan(
         model=args.model,
         folder=str(scratch / args.model),
-        adapters=str(scratch / "adapters"),
+        adapters=str(scratch / "cache" / "adapters"),
         layers=args.layers,
         batches=batches,
-        max_seqs=max(batches),
+        max_seqs=max(batches) + 2,  # Tenantry keeps a seat free for whoever has none
         prompt_tokens=args.prompt_tokens,
         output_tokens=args.output_tokens,
         compiled=args.compiled,
@@ -58,7 +59,7 @@ def main() -> None:
     try:
         model_files.write_model(Path(plan.folder), plan.config, plan.seed)
         children = [Child(names[0], plan, scratch)]
-        if {"c", "d"} & set(names):
+        if "c" in names:
             making = _make_adapters(plan)
         say(f"{plan.model}, {plan.config['num_hidden_layers']} layers, in {scratch}")
         for number, name in enumerate(names):
@@ -100,6 +101,12 @@ def run_system(child: Child, plan: engines.Plan, results: Results, args: argpars
         found = child.ask("measure", _MEASURE_LIMIT_S, batch=batch, repeats=args.repeats, output_tokens=plan.output_tokens)
         say(f"  {system} batch {batch}: {_short(found)}")
         results.row(plan.model, system, batch, found)
+    if child.name == "c" and "d" in args.systems.split(","):
+        whole = figures.SYSTEMS["d"]
+        by_batch = child.ask("measure_path", _MEASURE_LIMIT_S, batches=plan.batches, repeats=args.repeats, output_tokens=plan.output_tokens)
+        for batch in plan.batches:
+            say(f"  {whole} batch {batch}: {_short(by_batch[str(batch)])}")
+            results.row(plan.model, whole, batch, by_batch[str(batch)])
     if plan.device == "cpu":
         return
     for batch in plan.batches:

@@ -1,6 +1,6 @@
 """`python -m benchmarks.serving.adapter_files MODEL LAYERS RANK FOLDER SEED...`: random adapters as PEFT writes them, one for each seed.
 
-Made on the GPU where there is one. `FOLDER/SEED` appears when it is whole.
+Made on the GPU where there is one. A folder appears when it is whole.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.serving.adapter_names import folder_of
 from benchmarks.serving.shapes import adapter_config, adapter_tensors, config_of
 
 STRENGTH = 0.05
@@ -44,7 +45,7 @@ def write_adapter(folder: Path, config: dict[str, Any], rank: int, seed: int, ba
 def main(model: str, layers: str, rank: str, folder: str, *seeds: str) -> None:
     config = config_of(model, int(layers))
     for seed in seeds:
-        write_adapter(Path(folder) / seed, config, int(rank), int(seed), model)
+        write_adapter(folder_of(Path(folder), model, int(layers), int(rank), int(seed)), config, int(rank), int(seed), model)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.serving import model_files, shapes
+from benchmarks.serving import adapter_names, model_files, shapes
 
 GIB = 1 << 30
 _KV_BYTES = 10 * GIB
@@ -116,7 +116,7 @@ async def start_tenantry(plan: Plan, governor: Any) -> Running:
     plugin = (await client.collective_rpc("tenantry_plugin"))[0]
     mounts: list[dict[str, float]] = []
     for seed in plan.adapter_seeds:
-        proof = await engine.add_adapter(adapter_id(seed), Path(plan.adapters) / str(seed), plan.rank)
+        proof = await engine.add_adapter(adapter_id(seed), adapter_folder(plan, seed), plan.rank)
         mounts.append({"stage_ms": round(proof.stage_ms, 1), "mount_ms": round(proof.mount_ms, 1), "load_ms": round(proof.load_ms, 1)})
     requests = [engine._loaded()._requests[adapter_id(seed)] for seed in plan.adapter_seeds]
     return Running(client, requests, {"plugin": plugin, "mounts": mounts, "engine": engine.name}, engine, governor)
@@ -124,6 +124,11 @@ async def start_tenantry(plan: Plan, governor: Any) -> Running:
 
 def adapter_id(seed: int) -> str:
     return f"ad_{seed}"
+
+
+def adapter_folder(plan: Plan, seed: int) -> Path:
+    """Named as the worker's cache names an artifact's: by a digest, here of what the content follows from."""
+    return adapter_names.folder_of(Path(plan.adapters), plan.model, plan.layers, plan.rank, seed)
 
 
 def plan_from(text: str) -> Plan:

@@ -6,8 +6,10 @@ Answers are JSON lines on what was standard output; what vLLM prints goes to sta
 import asyncio
 import os
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,10 +28,24 @@ class System:
         self._turn = 0
 
     async def measure(self, *, batch: int, repeats: int, output_tokens: int) -> dict[str, Any]:
+        return await self._measured(self._driver, batch, repeats, output_tokens)
+
+    async def measure_path(self, *, batches: list[int], repeats: int, output_tokens: int) -> dict[str, Any]:
+        """The same through client, router, NATS and worker, around the engine that runs here."""
+        from benchmarks.serving.whole_path import around
+
+        found: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory(prefix="tenantry-path-") as folder:
+            async with around(self._running, self._plan, Path(folder)) as driver:
+                for batch in batches:
+                    found[str(batch)] = await self._measured(driver, batch, repeats, output_tokens)
+        return found
+
+    async def _measured(self, driver: Any, batch: int, repeats: int, output_tokens: int) -> dict[str, Any]:
         """Medians of the repeats, after one that warms up."""
         prompt_tokens = self._plan.prompt_tokens
-        await self._driver.batch(batch, prompt_tokens, 8, self._seed())
-        taken = [figures.of_batch(await self._driver.batch(batch, prompt_tokens, output_tokens, self._seed())) for _ in range(repeats)]
+        await driver.batch(batch, prompt_tokens, 8, self._seed())
+        taken = [figures.of_batch(await driver.batch(batch, prompt_tokens, output_tokens, self._seed())) for _ in range(repeats)]
         return figures.medians(taken) | {"repeats": repeats, "output_tokens": output_tokens}
 
     async def profile(self, *, batch: int, decode: bool) -> dict[str, Any]:
@@ -61,7 +77,7 @@ class System:
 
 async def serve(name: str, plan: engines.Plan, say: Any) -> None:
     started_s = time.monotonic()
-    if name in ("c", "d"):
+    if name == "c":
         from services.worker.governor import Governor
 
         running = await engines.start_tenantry(plan, Governor())
