@@ -13,6 +13,7 @@ from services.worker.governor import Attempt, Governor, current_attempt
 from services.worker.scripted_steps import Sequence, Stepper
 
 DEFAULT_TOKENS = 16
+SLOW_S = 0.5
 _WORDS = ("amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "haven")
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -57,12 +58,13 @@ def tokens_of(digest: str, prompt: str, count: int) -> list[str]:
 
 
 class ScriptedApp:
-    """An ASGI callable. `adapters` is the engine's own table, looked at for every request."""
+    """An ASGI callable. `adapters` and `faults` are the engine's own tables, looked at for every request."""
 
     def __init__(
         self,
         governor: Governor,
         adapters: Mapping[str, str],
+        faults: Mapping[str, str],
         *,
         base_model_name: str,
         base_digest: str,
@@ -72,6 +74,7 @@ class ScriptedApp:
     ) -> None:
         self._governor = governor
         self._adapters = adapters
+        self._faults = faults
         self._base_model_name = base_model_name
         self._base_digest = base_digest
         self._turns = asyncio.Semaphore(concurrency)
@@ -170,6 +173,7 @@ class ScriptedApp:
         """(sample, token) of one prompt, as an engine behind the governor makes them."""
         if "[[other]]" in prompt:
             adapter_id = ""
+        faults = prompt + self._faults.get(adapter_id, "")
         self._governor.check_handle(attempt, adapter_id)
         call = await self._governor.admit(attempt, prompt_tokens_of(prompt), count, samples, self._loop.time())
         digest = self._adapters[adapter_id] if adapter_id else self._base_digest
@@ -178,10 +182,12 @@ class ScriptedApp:
         try:
             async with self._turns:
                 for position, word in enumerate(words):
-                    if "[[hang]]" in prompt:
+                    if "[[hang]]" in faults:
                         await asyncio.Event().wait()
+                    if "[[slow]]" in faults and not position:
+                        await asyncio.sleep(SLOW_S)
                     await self._next_step(sequences)
-                    if "[[fail]]" in prompt and position == count // 2:
+                    if "[[fail]]" in faults and position == count // 2:
                         raise RuntimeError("the prompt asks for a fault")
                     self._governor.count(attempt, call, completion_tokens=samples, cached_tokens=0, now_s=self._loop.time())
                     for sample in range(samples):

@@ -5,7 +5,8 @@ through the governor, honours cancellation, and answers in the same JSON and ser
 
 A prompt that contains one of these asks for a fault:
 `[[fail]]` raises in mid-answer; `[[empty]]` ends without a body; `[[cut]]` ends a stream without its end; `[[hang]]` makes no token
-until cancelled; `[[other]]` lets the base generate instead of the adapter; `[[bad]]` is a 400 of the application.
+until cancelled; `[[other]]` lets the base generate instead of the adapter; `[[bad]]` is a 400 of the application; `[[slow]]` makes
+the first token late. `[[fail]]`, `[[hang]]` and `[[slow]]` in an adapter's own chat template ask for it in every prompt.
 An adapter whose folder holds a file named `refuse` does not load.
 """
 
@@ -21,6 +22,7 @@ from services.worker.governor import Governor
 from services.worker.scripted_app import ScriptedApp
 from services.worker.scripted_steps import StepModel, Stepper
 from shared.artifacts.base_model import describe_base
+from shared.artifacts.bundle import CHAT_TEMPLATE_NAME
 from shared.contracts.base import BaseDescription, EngineLimits, Module
 from shared.contracts.workers import MemoryReport
 from shared.errors import LoadFailed
@@ -58,6 +60,7 @@ class ScriptedEngine:
         self._settings = settings
         self._governor = governor
         self._adapters: dict[str, str] = {}  # adapter_id -> digest of its folder
+        self._faults: dict[str, str] = {}  # adapter_id -> its chat template
         self._rank_classes: dict[str, int] = {}
         self._died = asyncio.Event()
         self._why_dead = ""
@@ -104,6 +107,7 @@ class ScriptedEngine:
         self._app = ScriptedApp(
             self._governor,
             self._adapters,
+            self._faults,
             base_model_name=self.description.label,
             base_digest=self.description.digest,
             tokens_per_s=settings.tokens_per_s,
@@ -133,6 +137,8 @@ class ScriptedEngine:
             raise LoadFailed(f"rank {rank} is more than this engine's {self._settings.max_rank}", reason="rank_too_big")
         if adapter_id not in self._adapters and len(self._adapters) >= self._settings.slots:
             raise LoadFailed("no slot is free in the engine", reason="no_free_slot", limit_slots=self._settings.slots)
+        template = folder / CHAT_TEMPLATE_NAME
+        self._faults[adapter_id] = template.read_text() if template.exists() else ""
         self._adapters[adapter_id] = digest
         self._rank_classes[adapter_id] = next(one for one in self.limits.rank_classes if one >= rank)
         return LoadProof(
@@ -143,6 +149,7 @@ class ScriptedEngine:
         if self._governor.in_flight(adapter_id):
             raise LoadFailed("the adapter has requests in flight", reason="in_use")
         self._adapters.pop(adapter_id, None)
+        self._faults.pop(adapter_id, None)
         rank_class = self._rank_classes.pop(adapter_id, 0)
         memory = await self.memory()
         return ReleaseProof(
