@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from shared.policy.admission_queue import AdmissionQueue
-from shared.policy.asks import Ask, AskState, Limit, TenantTerms
+from shared.policy.admission_queue import AdmissionQueue, TenantLine
+from shared.policy.asks import Ask, AskState, Limit, Short, TenantTerms
 from shared.policy.engine_room import EngineRoom, EngineShape, shape_of
 from shared.policy.fair_order import FairOrder
 from shared.policy.kv_ledger import KvLedger, KvShare
@@ -291,14 +291,36 @@ class Queue(RuleBasedStateMachine):
 
     @rule(
         tenant=st.sampled_from(tenants),
-        kv=st.none() | st.integers(0, 20),
+        kv=st.none() | st.integers(0, 60),
+        more_kv=st.integers(0, 30),
+        assured=st.none() | st.integers(0, 20),
         burst=st.booleans(),
         concurrent=st.none() | st.integers(0, 4),
+        more_concurrent=st.integers(0, 3),
         weight=st.integers(1, 4),
         queue_limit=st.sampled_from([0, 3]),
     )
-    def terms_change(self, tenant: str, kv: int | None, burst: bool, concurrent: int | None, weight: int, queue_limit: int) -> None:
-        self.terms[tenant] = TenantTerms(kv=KvShare(kv, burst), concurrent=concurrent, weight=weight, queue_limit=queue_limit)
+    def terms_change(
+        self,
+        tenant: str,
+        kv: int | None,
+        more_kv: int,
+        assured: int | None,
+        burst: bool,
+        concurrent: int | None,
+        more_concurrent: int,
+        weight: int,
+        queue_limit: int,
+    ) -> None:
+        """Parts and the whole quotas of which they are parts; what is assured in sum fits the cache."""
+        kv = kv if assured is not None else min(20, kv) if kv is not None else None
+        self.terms[tenant] = TenantTerms(
+            kv=KvShare(kv, burst, None if kv is None else kv + more_kv, assured),
+            concurrent=concurrent,
+            most_concurrent=None if concurrent is None else concurrent + more_concurrent,
+            weight=weight,
+            queue_limit=queue_limit,
+        )
         self.queue.set_terms(tenant, self.terms[tenant])
         self.take()
 
@@ -315,23 +337,52 @@ class Queue(RuleBasedStateMachine):
         options: dict[str, Any] = {"blocks": blocks, "seats": seats, "prompt": prompt, "rank": rank}
         followers = tuple(ask((self.number, n), tenant, leads=False, **options) for n in range(1, more + 1))
         one = ask((self.number, 0), tenant, followers=followers, **options)
-        before, running = self.queue.ledger.held_by(tenant), self.queue.line(tenant).running
-        if self.queue.offer(one) is None:
+        short = self.queue.offer(one)
+        if short is None:
             self.alive.append(one)
             if one.state is AskState.PREFILLING:
-                self.check_entry(one, before, running)
+                self.check_entry(one)
+        elif short.never:
+            self.check_never(one, short)
         self.take()
 
-    def check_entry(self, one: Ask, held_before: int, running_before: int) -> None:
-        terms = self.terms[one.tenant_id]
+    def check_entry(self, one: Ask) -> None:
+        """Whatever has entered, at once or later, is within its tenant's parts, and no guarantee of another's is touched."""
+        terms, ledger, line = self.terms[one.tenant_id], self.queue.ledger, self.queue.line(one.tenant_id)
+        if not one.leads:
+            return
+        held = ledger.held_by(one.tenant_id)
         if terms.kv.blocks is not None and not terms.kv.burst:
-            assert held_before + one.all_blocks <= terms.kv.blocks
-        assert terms.concurrent is None or running_before < terms.concurrent
+            assert held <= terms.kv.blocks
+        assert terms.concurrent is None or line.running <= terms.concurrent
+        if held > terms.kv.guaranteed and not terms.kv.burst:
+            idle = sum(max(0, t.kv.guaranteed - ledger.held_by(name)) for name, t in self.terms.items() if name != one.tenant_id)
+            assert ledger.held + idle <= ledger.blocks
+
+    def check_never(self, one: Ask, short: Short) -> None:
+        """What the whole quota allows waits, though the part here does not allow it now."""
+        terms = self.terms[one.tenant_id]
+        if short.limit is Limit.CONCURRENT:
+            assert terms.most_concurrent == 0
+        if short.limit is Limit.KV and terms.kv.most is not None:
+            assert one.all_blocks > min(terms.kv.most, self.queue.ledger.blocks) or terms.kv.burst
 
     def take(self) -> None:
-        for one in self.queue.take():
+        """One by one, so that each is looked at as it enters: the next one's reservation would hide this one's."""
+        entering: list[Ask] = []
+
+        def enter(line: TenantLine, one: Ask) -> None:
+            AdmissionQueue._enter(self.queue, line, one)
             assert one.state is AskState.PREFILLING
-        assert self.queue.take() == [], "it had not finished"
+            self.check_entry(one)
+            entering.append(one)
+
+        self.queue._enter = enter  # type: ignore[method-assign]
+        try:
+            assert self.queue.take() == entering
+            assert self.queue.take() == [], "it had not finished"
+        finally:
+            del self.queue._enter
 
     def pick(self, number: int) -> Ask | None:
         everyone = [one for first in self.alive for one in (first, *first.followers)]
