@@ -30,6 +30,9 @@ def kernel_meta(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module.LoRAKernelMeta
 
 
+ENGINE: dict[str, Any] = {"slot_ranks": [8, 16, 32], "max_loras": SLOTS + 1, "vocab_size": VOCAB}
+
+
 def make(kernel_meta: Any, counts: list[int]) -> tuple[SimpleNamespace, tuple[Any, Any], StepTables]:
     wrapper = SimpleNamespace(device=torch.device("cpu"))
     metas = (kernel_meta.make(SLOTS, MAX_ROWS, "cpu", counts), kernel_meta.make(SLOTS, MAX_ROWS, "cpu", counts))
@@ -40,12 +43,13 @@ def make(kernel_meta: Any, counts: list[int]) -> tuple[SimpleNamespace, tuple[An
 @pytest.mark.parametrize("counts", [[], [1, 2, 4]], ids=str)
 def test_they_hold_what_vllm_makes_of_the_mapping(kernel_meta: Any, mapping: tuple[Any, Any], counts: list[int]) -> None:
     wrapper, metas, tables = make(kernel_meta, counts)
-    tables.write(slots_of((9, 7, 0, 9), SLOT_IDS), slots_of((9, 9), SLOT_IDS), max_loras=SLOTS + 1, vocab_size=VOCAB)
+    tables.write(slots_of((9, 7, 0, 9), SLOT_IDS), slots_of((9, 9), SLOT_IDS), **ENGINE)
 
     rows = [slots_of(ids, SLOT_IDS) for ids in mapping]
-    tables.write(*rows, max_loras=SLOTS + 1, vocab_size=VOCAB)
+    tables.write(*rows, **ENGINE)
 
     tokens, samples, padded, embeddings, _ = convert_mapping(LoRAMapping(*mapping), SLOT_IDS, SLOTS + 1, VOCAB, "cpu")
+    assert tables.slot_ranks.tolist() == [8, 16, 32]
     assert wrapper._token_lora_indices[: len(tokens)].equal(tokens)
     assert wrapper._sampler_indices[: len(samples)].equal(samples)
     assert wrapper._sampler_indices_padded[: len(padded)].equal(padded)
@@ -69,8 +73,8 @@ def test_rows_beyond_the_step_have_no_adapter_whatever_the_step_before_had(kerne
     _, (tokens, _), tables = make(kernel_meta, [])
     address = tokens.token_lora_mapping.data_ptr()
 
-    tables.write(slots_of((7,) * MAX_ROWS, SLOT_IDS), slots_of((7,), SLOT_IDS), max_loras=SLOTS + 1, vocab_size=VOCAB)
-    tables.write(slots_of((9, 7), SLOT_IDS), slots_of((9, 7), SLOT_IDS), max_loras=SLOTS + 1, vocab_size=VOCAB)
+    tables.write(slots_of((7,) * MAX_ROWS, SLOT_IDS), slots_of((7,), SLOT_IDS), **ENGINE)
+    tables.write(slots_of((9, 7), SLOT_IDS), slots_of((9, 7), SLOT_IDS), **ENGINE)
 
     assert tokens.token_lora_mapping.tolist() == [0, 2] + [-1] * (MAX_ROWS - 2)
     assert tokens.token_lora_mapping.data_ptr() == address

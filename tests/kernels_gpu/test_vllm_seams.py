@@ -17,7 +17,7 @@ import torch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own imports
     vllm = pytest.importorskip("vllm", reason="needs vLLM 0.26")
-    from lora_kernels.vllm_plugin import expert_seams, gpu_wrapper
+    from lora_kernels.vllm_plugin import expert_seams, fused_steps, gpu_wrapper
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper import punica_gpu
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -47,7 +47,7 @@ def tables_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def wrapper() -> gpu_wrapper.GpuLoraWrapper:
-    config = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=False)
+    config = SimpleNamespace(max_loras=SLOTS, max_lora_rank=RANK, specialize_active_lora=False)
     made = gpu_wrapper.GpuLoraWrapper(64, 8, torch.device(DEVICE), lora_config=config)
     made.update_metadata(LoRAMapping(IDS, (7, 0, 9)), SLOT_IDS, SLOTS + 1, 1000)
     return made
@@ -182,9 +182,15 @@ class SeamTorchExperts(expert_seams.SeamExperts, TorchExperts):
     pass
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize(("activation", "slices"), [(MoEActivation.SILU, 2), (MoEActivation.SWIGLUOAI, 1)])
-def test_the_fused_path_in_the_seams_gives_what_the_path_by_call_gives(
-    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, monkeypatch: pytest.MonkeyPatch, activation: MoEActivation, slices: int
+def test_the_fused_paths_in_the_seams_give_what_the_path_by_call_gives(
+    wrapper: gpu_wrapper.GpuLoraWrapper,
+    random: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    activation: MoEActivation,
+    slices: int,
+    phase: str,
 ) -> None:
     context = MoELoRAContext(
         w13_lora_a_stacked=tuple(random(SLOTS, EXPERTS, RANK, HIDDEN) / 8 for _ in range(slices)),
@@ -206,20 +212,81 @@ def test_the_fused_path_in_the_seams_gives_what_the_path_by_call_gives(
     experts.set_lora_context(context)
     ids, weights = routing(random)
     case = (random(TOKENS, HIDDEN), random(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 8, random(EXPERTS, HIDDEN, INTERMEDIATE) / 8, ids, weights)
+    monkeypatch.setattr(expert_seams, "DECODE_UP_TO_TOKENS", 0)
     by_call = experts.run(*case)
     fused_calls = []
-    activate = expert_seams.PrefillStep.activate
-    monkeypatch.setattr(expert_seams.PrefillStep, "activate", lambda *call: (fused_calls.append(1), activate(*call)))
-    monkeypatch.setattr(expert_seams, "PREFILL_FROM_TOKENS", 1)
-    monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "prefill")
+    step = fused_steps.PrefillStep if phase == "prefill" else fused_steps.DecodeStep
+    activate = step.activate
+    monkeypatch.setattr(step, "activate", lambda *call: (fused_calls.append(1), activate(*call)))
+    if phase == "prefill":
+        monkeypatch.setattr(expert_seams, "PREFILL_FROM_TOKENS", 1)
+        monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "prefill")
+    else:
+        monkeypatch.setattr(expert_seams, "DECODE_UP_TO_TOKENS", TOKENS)
 
     fused = experts.run(*case)
-    monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "decode")
-    by_call_of_that_size = experts.run(*case)
     wrapper.num_adapters = 0
     base = experts.run(*case)
 
     assert fused_calls == [1]
-    assert error(fused, by_call.double()) < 2e-6 and error(by_call_of_that_size, by_call.double()) < 2e-6
+    assert error(fused, by_call.double()) < 2e-6
     assert error(base[:6], by_call[:6].double()) > 0.01
-    assert torch.equal(base[6:11], fused[6:11]) and torch.equal(base[6:11], by_call_of_that_size[6:11])
+    assert torch.equal(base[6:11], fused[6:11])
+    if phase == "prefill":
+        monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "decode")
+        wrapper.num_adapters = 2
+        by_call_of_that_size = experts.run(*case)
+        assert error(by_call_of_that_size, by_call.double()) < 2e-6
+        assert torch.equal(base[6:11], by_call_of_that_size[6:11])
+
+
+def test_a_layer_of_more_slices_than_three_is_left_to_vllms_kernels_and_told_once(
+    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    widths, calls = (16, 16, 16, 16), []
+    a, b = [random(SLOTS, 1, RANK, HIDDEN) for _ in widths], [random(SLOTS, 1, width, RANK) for width in widths]
+    monkeypatch.setattr(gpu_wrapper, "_told", set())
+    monkeypatch.setattr(gpu_wrapper.PunicaWrapperGPU, "add_lora_linear", lambda self, *call: calls.append(call[4:]))
+
+    for _ in range(2):
+        wrapper.dense(random(TOKENS, 64), random(TOKENS, HIDDEN), a, b, list(widths))
+
+    assert calls == [(1.0, widths)] * 2
+    assert [record.message for record in caplog.records] == [
+        "a dense layer is served by vLLM's own LoRA kernels: lora_a: expected 1 to 3 stacks, given 4 stacks"
+    ]
+
+
+def test_tokens_are_grouped_by_adapter_once_a_step(wrapper: gpu_wrapper.GpuLoraWrapper) -> None:
+    first = wrapper.tokens_by_adapter(TOKENS)
+
+    assert wrapper.tokens_by_adapter(TOKENS) is first
+    assert wrapper.tokens_by_adapter(TOKENS - 1).num_tokens == TOKENS - 1
+    wrapper.update_metadata(LoRAMapping(IDS[::-1], (7, 0, 9)), SLOT_IDS, SLOTS + 1, 1000)
+    assert wrapper.tokens_by_adapter(TOKENS) is not first
+
+
+def test_what_lies_beyond_an_adapters_own_rank_is_not_read(random: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_wrapper, "OWN_RANKS", True)
+    config = SimpleNamespace(max_loras=SLOTS, max_lora_rank=RANK, specialize_active_lora=False)
+    wrapper = gpu_wrapper.GpuLoraWrapper(64, 8, torch.device(DEVICE), lora_config=config)
+    wrapper.rank_of_adapter = {7: 8}
+    wrapper.update_metadata(LoRAMapping(IDS, (7, 0, 9)), SLOT_IDS, SLOTS + 1, 1000)
+    assert wrapper.slot_ranks is not None and wrapper.slot_ranks.tolist() == [RANK, RANK, 8]
+    ids, _ = routing(random)
+    x, y, dense = random(TOKENS, HIDDEN), random(TOKENS, TOP_K, 32), random(TOKENS, 32)
+    a, b = random(SLOTS, EXPERTS, RANK, HIDDEN), random(SLOTS, EXPERTS, 32, RANK)
+    enabled = torch.ones(SLOTS + 1, dtype=torch.int32, device=DEVICE)
+    expected, expected_dense = y.double(), dense.double()
+    for token, slot in enumerate(SLOT_OF_TOKEN):
+        if slot >= 0:
+            rank = 8 if slot == 2 else RANK
+            for choice, expert in enumerate(ids[token].tolist()):
+                expected[token, choice] += update(a[:, :, :rank], b[..., :rank], x[token], slot, expert)
+            expected_dense[token] += update(a[:, :1, :rank], b[:, :1, :, :rank], x[token], slot, 0)
+    a[2, :, 8:], b[2, ..., 8:] = float("nan"), float("nan")
+
+    wrapper.add_lora_w13(y, x, (a,), (b,), ids, None, None, None, None, TOKENS, TOP_K, SLOTS, enabled, EXPERTS, TOP_K, 1, False, False)
+    wrapper.dense(dense, x, [a[:, :1].contiguous()], [b[:, :1].contiguous()], [32])
+
+    assert error(y, expected) < 2e-6 and error(dense, expected_dense) < 2e-6

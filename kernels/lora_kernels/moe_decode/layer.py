@@ -26,12 +26,13 @@ def expand_activate(
     slot_ranks: torch.Tensor | None = None,
     tiles: Tiles | None = None,
     overlap: Overlap = Overlap.IDS_SETTLED,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(activation(base + B h) of every pair, [num_pairs, I] in base's dtype; its w2 shrink, partials for expand_sum or moe_expand_).
 
     base: [num_tokens, top_k, 2 I], the base's w13 output with its bias. partials: moe_shrink's of w13. lora_b: w13's stacks, as
     many as the activation wants. down_a: w2's [slots, num_experts or 1, R, I]. The rest as in moe_shrink. Activated rows whose
-    expert lives elsewhere stay unwritten, and so do partials of pairs without an adapter.
+    expert lives elsewhere stay unwritten, and so do partials of pairs without an adapter. out: a buffer for the activated rows.
 
     :raises ValueError: an argument does not fit.
     """
@@ -52,7 +53,7 @@ def expand_activate(
     tiles = tiles or Tiles(path="pairs", block=max(16, min(128, 4096 // padded_rank(rank))))
     blocks = triton.cdiv(width, tiles.block)
     check("lora_b", f"at most {GRID_LIMIT} blocks", f"{blocks}", holds=blocks <= GRID_LIMIT)
-    out = torch.empty(num_pairs, width, dtype=base.dtype, device=base.device)
+    out = _buffer(out, (num_pairs, width), base)
     down = torch.empty(blocks, num_pairs, 1, padded_rank(rank), dtype=torch.float32, device=base.device)
     if num_pairs == 0:
         return out, down
@@ -104,11 +105,13 @@ def expand_sum(
     slot_ranks: torch.Tensor | None = None,
     tiles: Tiles | None = None,
     overlap: Overlap = Overlap.IDS_SETTLED,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over a token's choices of base + topk_weight * B h: [num_tokens, H] in base's dtype.
 
     base: [num_tokens, top_k, H], the base's w2 output, routing weights in it; choices whose expert lives elsewhere are not read.
-    partials: of w2, by expand_activate or moe_shrink. lora_b: [slots, num_experts or 1, H, R]. The rest as in moe_shrink.
+    partials: of w2, by expand_activate or moe_shrink. lora_b: [slots, num_experts or 1, H, R]. The rest as in moe_shrink. overlap:
+    INPUTS_FRESH where the launch before this one makes base. out: a buffer for the result.
 
     :raises ValueError: an argument does not fit.
     """
@@ -120,7 +123,7 @@ def expand_sum(
     check_tensor("partials", partials, shape=shape, dtypes=(torch.float32,), device=base.device)
     check_tensor("topk_weights", topk_weights, shape=(num_tokens, top_k), dtypes=DTYPES, device=base.device)
     check_slots(slots, slot_enabled, slot_ranks, device=base.device)
-    out = torch.empty(num_tokens, width, dtype=base.dtype, device=base.device)
+    out = _buffer(out, (num_tokens, width), base)
     if num_pairs == 0:
         return out
     tiles = tiles or Tiles(path="pairs", block=max(16, min(64, 2048 // padded_rank(rank))))
@@ -154,3 +157,10 @@ def expand_sum(
         **launch_options(overlap, num_warps=tiles.num_warps),
     )
     return out
+
+
+def _buffer(given: torch.Tensor | None, shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    if given is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    check_tensor("out", given, shape=shape, dtypes=(like.dtype,), device=like.device)
+    return given

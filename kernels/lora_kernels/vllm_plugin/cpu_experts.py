@@ -1,5 +1,7 @@
 """vLLM's experts interface on a CPU: base products by `expert_gemm`, adapters through the punica wrapper."""
 
+from typing import Any
+
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation_supported
@@ -69,6 +71,7 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
 
     def apply(
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
         w1: torch.Tensor,
@@ -76,14 +79,9 @@ class CpuLoraExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: MoEActivation,
-        global_num_experts: int,
         expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: mk.ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
+        **unused: Any,
     ) -> None:
         """output, hidden_states: [num_tokens, H]. w1: [E, 2I, H] (or [E, I, H] ungated). w2: [E, H, I]."""
         assert expert_map is None, "expert parallelism was refused at start"

@@ -10,6 +10,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from lora_kernels.grouped_lora import RowGroups, add_lora_, expand_, group_routed_rows, group_rows, shrink
+from lora_kernels.vllm_plugin.expert_calls import Passed, W2Call, W13Call
 
 
 class CpuLoraWrapper(PunicaWrapperCPU):
@@ -105,61 +106,20 @@ class CpuLoraWrapper(PunicaWrapperCPU):
             return group_rows(used.repeat(num_rows))
         raise RuntimeError("prompt log-probabilities of a mixed batch in which an adapter changes the output head")
 
-    def add_lora_w13(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        num_tokens: int,
-        top_k_num: int,
-        max_loras: int,
-        adapter_enabled: torch.Tensor,
-        local_num_experts: int,
-        top_k: int,
-        num_slices: int,
-        fully_sharded: bool,
-        use_tuned_config: bool,
-        add_inputs: bool = True,
-        token_lora_mapping: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Adds to y, [num_tokens, top_k, N], before the activation. Returns the row groups for add_lora_w2."""
-        assert add_inputs
-        slots = self.token_lora_indices if token_lora_mapping is None else token_lora_mapping
-        groups = group_routed_rows(slots[:num_tokens], topk_ids, adapter_enabled, num_experts=local_num_experts)
-        add_lora_(y.view(-1, y.shape[-1]), x, lora_a_stacked, lora_b_stacked, groups)
-        return groups.rows, groups.cells, groups.sizes, token_lora_mapping
+    def add_lora_w13(self, *args: Any, **options: Any) -> Passed:
+        """Returns the row groups for add_lora_w2."""
+        call = W13Call(*args, **options)
+        assert call.add_inputs
+        mapping = call.token_lora_mapping
+        slots = self.token_lora_indices if mapping is None else mapping
+        groups = group_routed_rows(slots[: call.num_tokens], call.topk_ids, call.adapter_enabled, num_experts=call.local_num_experts)
+        add_lora_(call.y.view(-1, call.y.shape[-1]), call.x, call.lora_a_stacked, call.lora_b_stacked, groups)
+        return groups, None, None, mapping
 
-    def add_lora_w2(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        topk_weights: torch.Tensor,
-        sorted_token_ids_lora: torch.Tensor,
-        expert_ids_lora: torch.Tensor,
-        num_tokens_post_padded_lora: torch.Tensor,
-        token_lora_mapping: torch.Tensor | None,
-        num_tokens: int,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        top_k_num: int,
-        max_loras: int,
-        adapter_enabled: torch.Tensor,
-        top_k: int,
-        fully_sharded: bool,
-        tp_rank: int,
-        use_tuned_config: bool,
-        add_inputs: bool = True,
-    ) -> None:
-        """Adds, times the router's weights, to y, [num_tokens, top_k, H], which has them already."""
-        assert add_inputs
-        groups = RowGroups(rows=sorted_token_ids_lora, cells=expert_ids_lora, sizes=num_tokens_post_padded_lora)
-        weights = topk_weights.reshape(-1).float()
-        add_lora_(y.view(-1, y.shape[-1]), x, lora_a_stacked, lora_b_stacked, groups, row_weights=weights)
+    def add_lora_w2(self, *args: Any, **options: Any) -> None:
+        """The update times the router's weights, which y has already."""
+        call = W2Call(*args, **options)
+        assert call.add_inputs
+        groups: RowGroups = call.sorted_token_ids_lora
+        weights = call.topk_weights.reshape(-1).float()
+        add_lora_(call.y.view(-1, call.y.shape[-1]), call.x, call.lora_a_stacked, call.lora_b_stacked, groups, row_weights=weights)

@@ -15,10 +15,16 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from lora_kernels.dense_lora import TokenList, dense_lora_, needs_token_list
 from lora_kernels.launch import Overlap
 from lora_kernels.moe_lora import Routing, moe_lora_
+from lora_kernels.moe_prefill import group_tokens
 from lora_kernels.pair_groups.op import MOST_PAIRS
+from lora_kernels.vllm_plugin.expert_calls import NOTHING, Passed, W2Call, W13Call
 from lora_kernels.vllm_plugin.step_tables import NO_SLOT, StepTables, slots_of
+from lora_kernels.work_list import WorkList
 
 log = logging.getLogger(__name__)
+
+OWN_RANKS = False
+"""Whether a slot's rows beyond its adapter's own rank are left unread: the kernels then look a rank up and mask by it."""
 
 MOST_PAIRS_A_CALL = MOST_PAIRS
 """(token, expert) pairs that the decode kernels group at a time: a longer batch whose layer has no fused path goes in parts."""
@@ -42,12 +48,19 @@ class RoutedTokens:
 
     @classmethod
     def of(
-        cls, token_slots: torch.Tensor, topk_ids: torch.Tensor, *, num_slots: int, num_experts: int, slot_enabled: torch.Tensor
+        cls,
+        token_slots: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        num_slots: int,
+        num_experts: int,
+        slot_enabled: torch.Tensor,
+        slot_ranks: torch.Tensor | None,
     ) -> "RoutedTokens":
         num_tokens, top_k = topk_ids.shape
         most = max(1, MOST_PAIRS_A_CALL // top_k)
         runs = [slice(first, min(first + most, num_tokens)) for first in range(0, num_tokens, most)]
-        layer = {"num_slots": num_slots, "num_experts": num_experts, "slot_enabled": slot_enabled}
+        layer = {"num_slots": num_slots, "num_experts": num_experts, "slot_enabled": slot_enabled, "slot_ranks": slot_ranks}
         return cls([(run, Routing(token_slots=token_slots[run], topk_ids=topk_ids[run], **layer)) for run in runs])
 
     def add_lora_(
@@ -71,13 +84,17 @@ class RoutedTokens:
 
 
 class GpuLoraWrapper(PunicaWrapperGPU):
-    """num_adapters: how many adapters the step's rows have."""
+    """num_adapters: how many adapters the step's rows have. rank_of_adapter: by adapter id, of those in slots; told before a step.
+    slot_ranks: [max_loras] int32, each slot's own rank; None where the kernels are to read whole slots."""
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         metas = (self.token_mapping_meta, self.prompt_mapping_meta)
         self._tables = StepTables(self, metas, max_rows=max_num_batched_tokens, max_loras=self.max_loras)
         self.num_adapters = 0
+        self.rank_of_adapter: dict[int, int] = {}
+        self.slot_ranks = self._tables.slot_ranks if OWN_RANKS else None
+        self._tokens_by_adapter: WorkList | None = None
         self._number = len(_wrappers)
         _wrappers.append(self)
 
@@ -85,13 +102,26 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         self.is_prefill = mapping.is_prefill
         tokens = slots_of(mapping.index_mapping, lora_index_to_id)
         samples = slots_of(mapping.prompt_mapping, lora_index_to_id)
-        self._tables.write(tokens, samples, max_loras=max_loras, vocab_size=vocab_size)
+        most = self.lora_config.max_lora_rank
+        ranks = [most if lora_id is None else self.rank_of_adapter.get(lora_id, most) for lora_id in lora_index_to_id]
+        self._tables.write(tokens, samples, slot_ranks=ranks, max_loras=max_loras, vocab_size=vocab_size)
+        self._tokens_by_adapter = None
         self.indices_len[:] = [len(tokens), len(samples), len(samples), len(tokens)]
         self.num_adapters = len(set(tokens.tolist()) - {NO_SLOT})
 
     def token_slots(self, num_tokens: int) -> torch.Tensor:
         """[num_tokens] int32, -1 for rows without an adapter."""
         return self.token_mapping_meta.token_lora_mapping[:num_tokens]
+
+    def tokens_by_adapter(self, num_tokens: int) -> WorkList:
+        """For the sum over choices at prefill: made once a step, for all layers whichever adapters leave them alone."""
+        made = self._tokens_by_adapter
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # Each layer's own: another graph's would not be made again when this one is replayed.
+            return group_tokens(self.token_slots(num_tokens), num_adapters=self.max_loras)
+        if made is None or made.num_tokens != num_tokens:
+            made = self._tokens_by_adapter = group_tokens(self.token_slots(num_tokens), num_adapters=self.max_loras)
+        return made
 
     def _token_list(self, num_tokens: int) -> TokenList:
         meta = self.token_mapping_meta
@@ -124,92 +154,43 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         tokens = self._token_list(len(x)) if needs_token_list(len(x)) else None
         try:
             # The kernel before wrote neither slots nor adapters.
-            dense_lora_(y.view(-1, y.shape[-1]), x, a, b, self.token_slots(len(x)), token_list=tokens, overlap=Overlap.IDS_SETTLED)
+            options = {"slot_ranks": self.slot_ranks, "token_list": tokens, "overlap": Overlap.IDS_SETTLED}
+            dense_lora_(y.view(-1, y.shape[-1]), x, a, b, self.token_slots(len(x)), **options)
         except ValueError as error:
             tell_once(f"a dense layer is served by vLLM's own LoRA kernels: {error}")
             super().add_lora_linear(y, x, tuple(a), tuple(b), 1.0, tuple(output_slices))
 
-    def add_lora_w13(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        num_tokens: int,
-        top_k_num: int,
-        max_loras: int,
-        adapter_enabled: torch.Tensor,
-        local_num_experts: int,
-        top_k: int,
-        num_slices: int,
-        fully_sharded: bool,
-        use_tuned_config: bool,
-        add_inputs: bool = True,
-        token_lora_mapping: torch.Tensor | None = None,
-    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Adds to y, [num_tokens, top_k, N], before the activation. The first of what it returns is for add_lora_w2: the routing
-        where our kernels serve, else vLLM's sorted ids."""
-        if self.no_adapter_here(token_lora_mapping):
-            return None, None, None, None
-        reason = _not_ours(fully_sharded=fully_sharded, add_inputs=add_inputs)
+    def add_lora_w13(self, *args: Any, **options: Any) -> Passed:
+        """The first of what it returns is for add_lora_w2: the routing where our kernels serve, else vLLM's sorted ids."""
+        call = W13Call(*args, **options)
+        if self.no_adapter_here(call.token_lora_mapping):
+            return NOTHING
+        reason = _not_ours(call)
         if reason is None:
-            slots = self.token_slots(num_tokens) if token_lora_mapping is None else token_lora_mapping[:num_tokens]
-            counts = {"num_slots": max_loras, "num_experts": local_num_experts}
-            routed = RoutedTokens.of(slots, local_ids(topk_ids, expert_map), slot_enabled=adapter_enabled, **counts)
+            mapping = call.token_lora_mapping
+            slots = self.token_slots(call.num_tokens) if mapping is None else mapping[: call.num_tokens]
+            counts = {"num_slots": call.max_loras, "num_experts": call.local_num_experts}
+            ids = local_ids(call.topk_ids, call.expert_map)
+            routed = RoutedTokens.of(slots, ids, slot_enabled=call.adapter_enabled, slot_ranks=self.slot_ranks, **counts)
             try:
-                out = y.view(num_tokens, top_k_num, y.shape[-1])
-                routed.add_lora_(out, x, unshared(lora_a_stacked), lora_b_stacked)
+                routed.add_lora_(_by_token(call), call.x, unshared(call.lora_a_stacked), call.lora_b_stacked)
             except ValueError as error:
                 reason = str(error)
             else:
-                return routed, None, None, token_lora_mapping
+                return routed, None, None, mapping
         tell_once(f"an expert layer is served by vLLM's own LoRA kernels: {reason}")
-        return super().add_lora_w13(
-            y, x, lora_a_stacked, lora_b_stacked, topk_ids, topk_weights, expert_map, w1, w2, num_tokens, top_k_num, max_loras,
-            adapter_enabled, local_num_experts, top_k, num_slices, fully_sharded, use_tuned_config, add_inputs=add_inputs,
-            token_lora_mapping=token_lora_mapping,
-        )  # fmt: skip
+        return super().add_lora_w13(*args, **options)
 
-    def add_lora_w2(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        topk_weights: torch.Tensor,
-        sorted_token_ids_lora: Any,
-        expert_ids_lora: torch.Tensor | None,
-        num_tokens_post_padded_lora: torch.Tensor | None,
-        token_lora_mapping: torch.Tensor | None,
-        num_tokens: int,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        top_k_num: int,
-        max_loras: int,
-        adapter_enabled: torch.Tensor,
-        top_k: int,
-        fully_sharded: bool,
-        tp_rank: int,
-        use_tuned_config: bool,
-        add_inputs: bool = True,
-    ) -> None:
-        """Adds, times the router's weights, to y, [num_tokens, top_k, H], before the sum over choices."""
-        if self.no_adapter_here(token_lora_mapping):
+    def add_lora_w2(self, *args: Any, **options: Any) -> None:
+        call = W2Call(*args, **options)
+        if self.no_adapter_here(call.token_lora_mapping):
             return
-        if isinstance(sorted_token_ids_lora, RoutedTokens):
-            out = y.view(num_tokens, top_k_num, y.shape[-1])
-            sorted_token_ids_lora.add_lora_(out, x, lora_a_stacked, unshared(lora_b_stacked), topk_weights=topk_weights)
+        routed = call.sorted_token_ids_lora
+        if isinstance(routed, RoutedTokens):
+            weights = call.topk_weights
+            routed.add_lora_(_by_token(call), call.x, call.lora_a_stacked, unshared(call.lora_b_stacked), topk_weights=weights)
             return
-        super().add_lora_w2(
-            y, x, lora_a_stacked, lora_b_stacked, topk_weights, sorted_token_ids_lora, expert_ids_lora,
-            num_tokens_post_padded_lora, token_lora_mapping, num_tokens, w1, w2, top_k_num, max_loras, adapter_enabled, top_k,
-            fully_sharded, tp_rank, use_tuned_config, add_inputs=add_inputs,
-        )  # fmt: skip
+        super().add_lora_w2(*args, **options)
 
     def no_adapter_here(self, token_lora_mapping: torch.Tensor | None) -> bool:
         """Rows dispatched from other ranks (a mapping of their own) may have adapters that this rank's step has not."""
@@ -228,10 +209,14 @@ def unshared(stacks: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(stack[:, :1] if stack.stride(1) == 0 else stack for stack in stacks)
 
 
-def _not_ours(*, fully_sharded: bool, add_inputs: bool) -> str | None:
-    if fully_sharded:
+def _by_token(call: W13Call | W2Call) -> torch.Tensor:
+    return call.y.view(call.num_tokens, call.top_k_num, call.y.shape[-1])
+
+
+def _not_ours(call: W13Call) -> str | None:
+    if call.fully_sharded:
         return "fully sharded adapters"
-    if not add_inputs:
+    if not call.add_inputs:
         return "the update apart from the base (a second stream)"
     return None
 

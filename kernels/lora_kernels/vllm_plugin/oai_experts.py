@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as oai
-from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMetadata
 from vllm.model_executor.layers.fused_moe.utils import _resize_cache
 
-from lora_kernels.vllm_plugin.expert_seams import NOTHING, SeamExperts
+from lora_kernels.vllm_plugin.expert_calls import NOTHING
+from lora_kernels.vllm_plugin.expert_seams import SeamExperts
 from lora_kernels.vllm_plugin.oai_routing import can_route, route
 
 
@@ -35,6 +35,7 @@ class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
 
     def apply(
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
         w1: torch.Tensor,
@@ -42,14 +43,11 @@ class OaiLoraExperts(SeamExperts, oai.UnfusedOAITritonExperts):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: MoEActivation,
-        global_num_experts: int,
         expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
+        **unused: Any,
     ) -> None:
         """output, hidden_states: [num_tokens, H] bfloat16. w1, w2: triton_kernels tensors [E, H, 2I] and [E, I, H]."""
         context, config = self._lora_context, self.quant_config

@@ -32,11 +32,17 @@ class StepTables:
     """The tables of one punica wrapper: views of two device buffers, so their addresses stay while their contents change."""
 
     def __init__(self, wrapper: "PunicaWrapperBase", metas: Sequence["LoRAKernelMeta"], *, max_rows: int, max_loras: int) -> None:
-        """metas: of the tokens, and of the rows that are sampled. Their tensors, and the wrapper's index tensors, are replaced."""
+        """metas: of the tokens, and of the rows that are sampled. Their tensors, and the wrapper's index tensors, are replaced.
+
+        slot_ranks: [max_loras] int32, the own rank of the adapter in each slot.
+        """
         self._max_rows = max_rows
         self._sizes = (max_rows, max_rows, max_loras + 1, max_loras + 1, max_loras + 2)
         self._metas = metas
-        self._kernel_tables = torch.zeros(2 * sum(map(_aligned, self._sizes)), dtype=torch.int32, device=wrapper.device)
+        self._max_loras = max_loras
+        size = 2 * sum(map(_aligned, self._sizes)) + max_loras
+        self._kernel_tables = torch.zeros(size, dtype=torch.int32, device=wrapper.device)
+        self.slot_ranks = self._kernel_tables[-max_loras:]
         self._index_tables = torch.zeros(5 * max_rows, dtype=torch.int64, device=wrapper.device)
         for meta, tables in zip(metas, self._of_each_meta(self._kernel_tables), strict=True):
             (
@@ -50,16 +56,19 @@ class StepTables:
         wrapper._token_lora_indices, wrapper._sampler_indices, wrapper._sampler_indices_padded = tokens, samples, padded
         wrapper._embeddings_indices = embeddings.view(2, max_rows)
 
-    def write(self, token_slots: np.ndarray, sample_slots: np.ndarray, *, max_loras: int, vocab_size: int) -> None:
+    def write(
+        self, token_slots: np.ndarray, sample_slots: np.ndarray, *, slot_ranks: Sequence[int], max_loras: int, vocab_size: int
+    ) -> None:
         """Sends the tables of a step; what follows in the stream reads them.
 
-        max_loras: as vLLM passes it, one more than there are slots.
+        slot_ranks: of each slot. max_loras: as vLLM passes it, one more than there are slots.
         """
         kernel_tables, index_tables = self._staging(self._kernel_tables), self._staging(self._index_tables)
         for meta, slots, tables in zip(self._metas, (token_slots, sample_slots), self._of_each_meta(kernel_tables), strict=True):
             num_groups = _write_kernel_tables([table.numpy() for table in tables], slots)
             meta.no_lora_flag_cpu[0] = num_groups == 0
             meta.num_active_loras_cpu[0] = next((count for count in meta.captured_lora_counts if count >= num_groups > 0), num_groups)
+        kernel_tables[-self._max_loras :] = torch.tensor(slot_ranks, dtype=torch.int32)
         _write_index_tables(index_tables.numpy(), token_slots, sample_slots, self._max_rows, max_loras, vocab_size)
         self._kernel_tables.copy_(kernel_tables, non_blocking=True)
         self._index_tables.copy_(index_tables, non_blocking=True)
@@ -70,7 +79,7 @@ class StepTables:
 
     def _of_each_meta(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         padded = [_aligned(size) for size in self._sizes]
-        parts = buffer.split(padded * 2)
+        parts = buffer.split([*padded * 2, self._max_loras])[:-1]
         sized = [part[:size] for part, size in zip(parts, self._sizes * 2, strict=True)]
         return [sized[: len(padded)], sized[len(padded) :]]
 

@@ -25,7 +25,7 @@ def warm_up(manager: "LoRAModelManager", *, most_tokens: int) -> float:
         in_step = wrapper.num_adapters
         try:
             for num_tokens in _token_counts(most_tokens):
-                for num_adapters in _powers_of_two(wrapper.max_loras):
+                for num_adapters in (0, *_powers_of_two(wrapper.max_loras)):
                     wrapper.num_adapters = num_adapters
                     _run(layer, wrapper, num_tokens)
         finally:
