@@ -11,7 +11,7 @@ from rich.text import Text
 
 from services.cli import access
 from services.cli.client import ClientError
-from services.cli.output import console, megabytes, print_json, state_text, table
+from services.cli.output import MB, console, megabytes, print_json, state_text, table
 from shared.contracts.adapters import Mount
 from shared.contracts.workers import AdapterUse, WorkerReport
 
@@ -61,14 +61,19 @@ def picture(view: dict[str, Any], rates: Rates) -> Group:
         parts.append(
             table(_WORKER_COLUMNS, [_worker_row(worker) for worker in pool.get("workers", [])], right=_WORKER_COLUMNS[2:], spare=_SPARE)
         )
+        memory = _memory_rows(pool)
+        if memory:
+            parts += [Text(""), table(_MEMORY_COLUMNS, memory, right=_MEMORY_COLUMNS[1:], spare=_MEMORY_SPARE)]
         rows = [_mount_row(mount, rates) for mount in _sorted(pool.get("mounts", []))]
         rows.append(_base_row(pool.get("workers", []), rates))
         parts += [Text(""), table(_ADAPTER_COLUMNS, rows, right=_ADAPTER_COLUMNS[3:], spare=_SPARE)]
     return Group(*(parts or [Text("no worker has come up yet")]))
 
 
-_WORKER_COLUMNS = ("worker", "state", "in flight", "waiting", "slots", "weights", "adapters", "free memory", "tokens/s")
-_SPARE = ("weights", "adapters", "waiting", "requests", "slots", "free memory")  # first what a narrow terminal misses least
+_WORKER_COLUMNS = ("worker", "state", "in flight", "waiting", "slots", "free memory", "tokens/s")
+_MEMORY_COLUMNS = ("memory, MB", "weights", "slots", "KV cache", "graphs", "activations", "context", "others", "host tier", "free")
+_SPARE = ("waiting", "requests", "slots", "free memory")  # first what a narrow terminal misses least
+_MEMORY_SPARE = ("context", "graphs", "others", "activations", "host tier")
 _ADAPTER_COLUMNS = ("tenant", "adapter", "state", "in flight", "waiting", "requests", "tokens", "tokens/s", "VRAM")
 
 
@@ -78,19 +83,52 @@ def _worker_row(worker: dict[str, Any]) -> tuple[str | Text, ...]:
     slots = str(limits.get("slots", ""))
     report = _report(worker)
     if report is None:
-        return (name, Text("silent", style="red"), "", "", slots, "", "", "", "")
+        return (name, Text("silent", style="red"), "", "", slots, "", "")
     memory = report.memory
+    held = sum(1 for slot in memory.slots if slot.adapter_id)
     return (
         name,
         state_text(report.state),
         f"{report.in_flight} / {report.capacity}",
         str(report.waiting),
-        slots,
-        megabytes(memory.weights_bytes),
-        megabytes(memory.slots_bytes),
+        f"{held} / {slots}",
         f"{megabytes(memory.free_bytes)} / {megabytes(memory.total_bytes)}",
         f"{report.completion_tokens_per_s:.0f}",
     )
+
+
+def _memory_rows(pool: dict[str, Any]) -> list[tuple[str | Text, ...]]:
+    """MB: a row for each worker that says where its memory is, and under it one for each tenant whose requests fill KV cache."""
+    tenants = {mount["tenant_id"]: mount["tenant"] for mount in pool.get("mounts", [])}
+    rows: list[tuple[str | Text, ...]] = []
+    for report in filter(None, map(_report, pool.get("workers", []))):
+        memory = report.memory
+        in_use = sum(memory.kv_in_use.values())
+        true_bytes = sum(slot.true_bytes for slot in memory.slots)
+        # Where there is no split, on a CPU, everything else is one figure.
+        workspace_bytes = memory.workspace_bytes or memory.other_bytes - memory.graphs_bytes - memory.context_bytes
+        rows.append(
+            (
+                report.worker_id,
+                _mb(memory.weights_bytes),
+                f"{_mb(true_bytes)}/{_mb(memory.slots_bytes)}",
+                f"{_mb(in_use)}/{_mb(memory.kv_cache_bytes)}",
+                _mb(memory.graphs_bytes),
+                _mb(workspace_bytes),
+                _mb(memory.context_bytes),
+                _mb(memory.foreign_bytes),
+                f"{_mb(memory.host_tier_held_bytes)}/{_mb(memory.host_tier_bytes)}",
+                f"{_mb(memory.free_bytes)}/{_mb(memory.total_bytes)}",
+            )
+        )
+        for tenant_id, in_use_bytes in sorted(memory.kv_in_use.items(), key=lambda used: -used[1]):
+            rows.append((f"  {tenants.get(tenant_id, tenant_id)}", "", "", _mb(in_use_bytes), *[""] * 6))
+    return rows
+
+
+def _mb(size_bytes: int) -> str:
+    size = size_bytes / MB
+    return f"{size:,.0f}" if size >= 10 or not size_bytes else f"{size:.1f}"
 
 
 def _mount_row(shown: dict[str, Any], rates: Rates) -> tuple[str | Text, ...]:

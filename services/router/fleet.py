@@ -71,6 +71,12 @@ class Fleet:
             self.peer(report.worker_id).report = report
         return replaced
 
+    def reports(self) -> list[WorkerReport]:
+        """The last one of every incarnation that stands in a pool's entry."""
+        found = (self.peers.get(worker_id) for worker_id in self.registered)
+        reports = [peer.report for peer in found if peer is not None and peer.report is not None]
+        return [report for report in reports if report.incarnation == self.registered[report.worker_id]]
+
     def pick(self, workers: tuple[PoolWorker, ...], avoid: set[str]) -> PoolWorker | None:
         """The least loaded of those not to be avoided; equals take turns."""
         self._turn += 1

@@ -1,7 +1,7 @@
 """Counters of the data plane as plain numbers, turned into Prometheus's form only when somebody looks."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -49,6 +49,7 @@ class Metrics(Collector):
         self.usage_dropped = 0
         self.rate_refusals: dict[str, int] = {}  # by kind
         self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
+        self.workers: Callable[[], Iterable[GaugeMetricFamily]] = tuple  # what workers say of themselves
 
     def request_done(self, tenant: str, model: str, path: str, status: int, duration_s: float, first_byte_s: float, sent: int) -> None:
         key = (tenant, model, path, status)
@@ -91,6 +92,7 @@ class Metrics(Collector):
             yield counter
         for name, (text, read) in self.gauges.items():
             yield GaugeMetricFamily(name, text, value=read())
+        yield from self.workers()
 
     async def answer(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """An ASGI application."""

@@ -5,6 +5,7 @@ import socket
 
 import structlog
 
+from services.router import memory_metrics
 from services.router.admin.gate import Gate, make_admin_plane
 from services.router.api import DataPlane
 from services.router.app import App
@@ -126,6 +127,7 @@ class Router:
     def _gauges(self, plane: DataPlane, usage: Usage, rates: Rates, freshness: Freshness, bus: Bus) -> None:
         loop = asyncio.get_running_loop()
         gauge = self.metrics.gauge
+        self.metrics.workers = lambda: memory_metrics.families(self.fleet.reports(), memory_metrics.names_of(self.table))
         gauge("tenantry_requests_active", "Requests inside.", lambda: plane.active)
         gauge("tenantry_usage_waiting", "Outcomes that the usage stream has not confirmed.", lambda: usage.waiting)
         gauge("tenantry_rate_leases", "Budgets of tenants that this router holds a part of.", lambda: rates.leased)

@@ -75,6 +75,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int = 0  # by the driver; 0 on a CPU
     slots: tuple[SlotMemory, ...] = ()
     kv_in_use: dict[str, int] = {}  # bytes of the KV cache that running requests fill, by tenant_id
+    host_tier_bytes: int = 0  # host memory set aside for packed adapters; no part of the device
+    host_tier_held_bytes: int = 0  # of it: what packed adapters fill
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
