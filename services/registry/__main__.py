@@ -3,6 +3,7 @@
 import asyncio
 import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -28,9 +29,13 @@ from services.registry.store import open_store
 from services.registry.stored import StoredLedger
 from services.registry.tenants import TenantService
 from services.registry.uploads import UploadRecords
+from services.registry.usage_keeper import UsageKeeper
+from services.registry.usage_service import UsageService
+from services.registry.usage_snapshots import Snapshots
 from services.registry.workers import WorkerService
 from services.registry.workspace import PREFIX, emptied
-from shared.bus import Bus, connect_with_patience, settings_from
+from shared.bus import Bus, connect_with_patience, open_objects, settings_from
+from shared.contracts.usage import SNAPSHOTS_BUCKET
 from shared.runtime import Stop, end, run_service
 
 log = structlog.get_logger()
@@ -40,10 +45,11 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
     """Runs until `stop` is set."""
     registry_id = settings.registry_id or f"registry-{ULID()}"
     folder = Path(settings.work_dir or tempfile.gettempdir()) / (PREFIX + registry_id)
-    store = await open_store(bus)
+    store = await open_store(bus, usage_max_bytes=settings.usage_max_bytes, usage_max_age_s=settings.usage_max_age_s)
+    closed_days = await open_objects(bus, SNAPSHOTS_BUCKET, create=True)
     mounting = Mounting(store)
     matrix = MatrixService(store)
-    with emptied(folder) as work_dir:
+    with emptied(folder) as work_dir, emptied(folder.with_name(folder.name + "-usage")) as usage_dir, ExitStack() as at_end:
         uploads = UploadRecords(store, mounting)
         stored = StoredLedger(store)
         intake = IntakeService(store, mounting, uploads, stored, settings, work_dir)
@@ -57,8 +63,14 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
         adapters = AdapterService(store, mounting, uploads, intake, stored)
         watch = CanaryWatch(store, mounting, settings.canary_watch_s)
         canaries = CanaryService(store, mounting, watch)
+        snapshots = Snapshots(closed_days, usage_dir)
+        usage = UsageService(store, snapshots, Path(settings.usage_db or usage_dir / "usage.sqlite"))
+        keeper = UsageKeeper(store, usage, snapshots, reports, settings, registry_id)
+        at_end.callback(usage.close)
         async with store.mirrored(), asyncio.TaskGroup() as group:
-            service = RegistryService(bus, group, settings.max_requests, tenants, keys, matrix, adapters, canaries, watch, workers, reports)
+            service = RegistryService(
+                bus, group, settings.max_requests, tenants, keys, matrix, adapters, canaries, watch, workers, reports, usage
+            )
             running = [
                 group.create_task(work)
                 for work in (
@@ -66,6 +78,8 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
                     reconciler.run(),
                     shares.run(settings.shares_s),
                     watch.run(),
+                    usage.run(),
+                    keeper.run(),
                     acks.consume(store, mounting),
                     Onboarding(store, mounting, uploads, intake).consume(),
                 )

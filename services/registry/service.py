@@ -14,10 +14,12 @@ from services.registry.keys import KeyService
 from services.registry.matrix import MatrixService
 from services.registry.reports import Reports
 from services.registry.tenants import TenantService
+from services.registry.usage_service import UsageService
 from services.registry.workers import WorkerService
 from shared.bus import MAX_PAYLOAD_BYTES, Bus, BusUnavailable, Message, Subscription
 from shared.contracts import admin, canary, workers
 from shared.contracts.errors import ErrorInfo, to_info
+from shared.contracts.usage_query import GetEngines, GetUsage
 from shared.errors import InvalidRequest, Overloaded, TenantryError
 from shared.runtime import end
 
@@ -43,6 +45,7 @@ class RegistryService:
         watch: CanaryWatch,
         worker_service: WorkerService,
         reports: Reports,
+        usage: UsageService,
     ) -> None:
         self._bus = bus
         self._group = group
@@ -80,6 +83,8 @@ class RegistryService:
             admin.RemovePair: matrix.remove_pair,
             admin.ListPools: worker_service.list_pools,
             admin.RemoveWorker: worker_service.remove,
+            GetUsage: usage.usage,
+            GetEngines: usage.engines,
         }
 
     async def start(self) -> None:

@@ -21,3 +21,12 @@ class RegistrySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_validations: int = 2
     bus_patience_s: float = 30.0
     grace_s: float = 5.0  # for requests under way when told to stop
+    usage_db: str = ""  # the usage projection's SQLite file, on a disk of this registry's own; empty: made anew at every start
+    usage_round_s: float = 1.0  # between looks for engines that are gone and charges that have ended
+    usage_ended_s: float = 5.0  # a replaced engine's open requests are closed once nothing more has come of them for this long
+    usage_silence_s: float = 30.0  # the same of an engine that no report has been heard of
+    usage_residency_s: float = 60.0  # between checkpoints of what adapters hold
+    usage_keep_days: int = 30  # records of closed days stay in the stream this long after their snapshot was stored
+    usage_max_bytes: int = 0  # hard bound of the usage stream, set aside on the bus server's disk; 0: none
+    usage_max_age_s: float = 0.0  # hard bound of its age; 0: none
+    usage_warn_bytes: int = 4 << 30  # a stream larger than this is warned of

@@ -284,8 +284,10 @@ def _is_key(name: str) -> bool:
     return bool(name) and all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
 
 
-async def open_store(bus: Bus) -> Store:
+async def open_store(bus: Bus, *, usage_max_bytes: int = 0, usage_max_age_s: float = 0.0) -> Store:
     """Everything the registry keeps, made where it is missing.
+
+    The usage stream has no bound unless it is given one: its records go once they are in a snapshot (usage_service.py).
 
     :raises BusUnavailable: no answer.
     """
@@ -301,7 +303,7 @@ async def open_store(bus: Bus) -> Store:
         max_message_bytes=_ONBOARDING_BYTES,
     )
     await ensure_counters(bus, rates.RATES_STREAM, rates.RATES_SUBJECTS, rates.KEPT_S)
-    await ensure_stream(bus, usage.USAGE_STREAM, usage.USAGE_SUBJECTS, max_age_s=30 * _DAY_S)
+    await ensure_stream(bus, usage.USAGE_STREAM, usage.USAGE_SUBJECTS, max_age_s=usage_max_age_s, max_bytes=usage_max_bytes or -1)
     return Store(
         bus,
         live=await open_bucket(bus, state.STATE_BUCKET, create=True),

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from services.registry.usage_days import close_days
+from services.registry.usage_days import close_days, iso_day, restore
+from services.registry.usage_snapshots import Pending, day_object, state_object
 from services.registry.usage_tables import get, get_number, open_tables, post, put
 from shared.bus import Stored
 from shared.contracts.usage import AttemptUsage, EngineEnded, EngineTime, RequestOutcome, Residency, Usage, decode_batch, decode_one
@@ -31,6 +32,7 @@ log = structlog.get_logger()
 OPEN, FINAL, PARTIAL = 0, 1, 2  # `closed` of an attempt
 
 _NOTHING = Amounts()
+_FOREVER_MS = 1 << 62
 _encode = msgspec.msgpack.Encoder().encode
 _decode_attempt = msgspec.msgpack.Decoder(AttemptUsage).decode
 _decode_outcome = msgspec.msgpack.Decoder(RequestOutcome).decode
@@ -38,11 +40,12 @@ _decode_amounts = msgspec.msgpack.Decoder(Amounts).decode
 
 
 class OpenEngine(msgspec.Struct, frozen=True):
-    """An incarnation with attempts that stand open; `stamp_ms` of the newest of their checkpoints."""
+    """An incarnation with attempts that stand open; the stamps of their newest checkpoints: the youngest, and the oldest."""
 
     worker_id: str
     incarnation: str
-    stamp_ms: int
+    newest_ms: int
+    oldest_ms: int
     attempts: int
 
 
@@ -97,9 +100,40 @@ class UsageBook:
 
     def open_engines(self) -> list[OpenEngine]:
         rows = self.connection.execute(
-            "SELECT worker_id, incarnation, MAX(stamp_ms), COUNT(*) FROM attempts WHERE closed = 0 GROUP BY worker_id, incarnation"
+            "SELECT worker_id, incarnation, MAX(stamp_ms), MIN(stamp_ms), COUNT(*) FROM attempts WHERE closed = 0"
+            " GROUP BY worker_id, incarnation"
         )
         return [OpenEngine(*row) for row in rows]
+
+    def pending(self) -> list[Pending]:
+        """What was closed and is not in the object store yet: days first, then the newest state, which needs them."""
+        days = self.connection.execute("SELECT day, content FROM days WHERE stored = 0 ORDER BY day").fetchall()
+        states = self.connection.execute("SELECT sequence, content, stored FROM states ORDER BY sequence DESC LIMIT 1").fetchall()
+        found = [Pending("days", day, day_object(iso_day(day)), content) for day, content in days]
+        return found + [Pending("states", sequence, state_object(sequence), content) for sequence, content, stored in states if not stored]
+
+    def mark_stored(self, pending: Pending) -> None:
+        self._failpoint("snapshot stored")
+        if pending.table == "days":
+            self.connection.execute("UPDATE days SET stored = 1, content = NULL WHERE day = ?", (pending.key,))
+        else:
+            self.connection.execute("UPDATE states SET stored = 1 WHERE sequence = ?", (pending.key,))
+        self._failpoint("snapshot marked")
+
+    def restore(self, state: bytes, days: dict[str, bytes]) -> None:
+        """Only into an empty book.
+
+        :raises SnapshotCorrupt: a day is not what was closed.
+        """
+        restore(self.connection, state, days)
+
+    def spare_before(self, keep_days: int) -> int:
+        """The stream's messages before this sequence are in snapshots that are stored, and of days closed keep_days ago; 0: none are."""
+        if self.pending():
+            return 0
+        oldest = get_number(self.connection, "open_day") - keep_days
+        found = self.connection.execute("SELECT MAX(sequence) FROM days WHERE day < ?", (oldest,)).fetchone()[0]
+        return found + 1 if found else 0
 
     def held_until(self) -> dict[str, int]:
         """Up to when residency is known, by pool."""
@@ -220,8 +254,8 @@ class _Fold:
 
     def _ended(self, record: EngineEnded, quarter: int) -> None:
         rows = self._connection.execute(
-            "SELECT request_id, attempt, record FROM attempts WHERE closed = 0 AND worker_id = ? AND incarnation = ?",
-            (record.worker_id, record.incarnation),
+            "SELECT request_id, attempt, record FROM attempts WHERE closed = 0 AND worker_id = ? AND incarnation = ? AND stamp_ms < ?",
+            (record.worker_id, record.incarnation, record.before_ms or _FOREVER_MS),
         ).fetchall()
         for request_id, attempt, encoded in rows:
             posted = _encode(self._settle(_decode_attempt(encoded), PARTIAL, None, quarter))

@@ -133,10 +133,9 @@ def needed_days(state: bytes) -> list[str]:
     return list(_decode_state(state).days)
 
 
-def stream_of(state: bytes) -> tuple[str, int]:
-    """The mark of the stream that the state is of, and its sequence."""
-    found = _decode_state(state)
-    return found.created, found.sequence
+def sequence_of(state: bytes) -> int:
+    """Of the last message that the state includes."""
+    return _decode_state(state).sequence
 
 
 def _digest(content: bytes) -> str:

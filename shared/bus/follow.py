@@ -6,7 +6,7 @@ No durable consumer: the place is the caller's, stored together with what it mad
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 import nats.errors
@@ -64,7 +64,7 @@ async def forget_before(bus: Bus, stream: str, sequence: int) -> None:
         raise BusUnavailable(f"stream {stream} cannot be cut: {error}", retry_after_s=1.0) from error
 
 
-async def follow(bus: Bus, stream: str, after: int, *, batch: int = 256) -> AsyncIterator[list[Stored]]:
+async def follow(bus: Bus, stream: str, after: int, *, batch: int = 256) -> AsyncGenerator[list[Stored]]:
     """Messages after the sequence `after` in order, for ever, in batches as they come.
 
     A message that is no longer in the stream is passed over: the caller sees the step in the sequences.

@@ -133,6 +133,18 @@ class Objects:
                 if loop.time() >= give_up_at_s:
                     raise
 
+    async def digest(self, name: str) -> str:
+        """The SHA-256 in hex that the object's description says; "" if there is no such object.
+
+        :raises BusUnavailable: no answer.
+        """
+        try:
+            return _own_digest((await self._inner.get_info(name)).digest or "")
+        except (nats.js.errors.ObjectNotFoundError, nats.js.errors.ObjectDeletedError, nats.js.errors.NotFoundError):
+            return ""
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+            raise BusUnavailable(f"object {name} cannot be looked at: {error}", retry_after_s=1.0) from error
+
     async def revision(self, name: str) -> int:
         """Grows with everything put or deleted under the name; 0: there is no such object."""
         try:

@@ -24,10 +24,14 @@ async def ensure_stream(
     max_age_s: float = 0.0,
     max_per_subject: int = -1,
     max_message_bytes: int = -1,
+    max_bytes: int = -1,
+    append_only: bool = False,
 ) -> None:
     """The stream exists with these subjects, on file. `work_queue`: a message is gone once acknowledged.
 
-    `max_per_subject`: the oldest of one subject go first, whatever the others hold (-1: no bound).
+    `append_only`: nobody can delete a message or purge the stream, not even by its own configuration later.
+    `max_per_subject`: the oldest of one subject go first, whatever the others hold (-1: no bound). `max_bytes`: the server sets
+    that much of its disk aside, and the oldest go beyond it.
 
     :raises BusUnavailable: no answer, or the server refuses.
     """
@@ -40,8 +44,11 @@ async def ensure_stream(
         max_age=max_age_s,
         max_msgs_per_subject=max_per_subject,
         max_msg_size=max_message_bytes,
+        max_bytes=max_bytes,
         duplicate_window=min(max_age_s, 120.0) if max_age_s else 120.0,
         discard=api.DiscardPolicy.OLD,
+        deny_delete=append_only,
+        deny_purge=append_only,
     )
     try:
         try:

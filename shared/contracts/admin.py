@@ -13,6 +13,7 @@ from shared.contracts.errors import ErrorInfo
 from shared.contracts.state import Scope
 from shared.contracts.subjects import ROOT
 from shared.contracts.tenancy import TenantLimits
+from shared.contracts.usage_query import GetEngines, GetUsage
 from shared.contracts.workers import WorkerReport
 
 ADMIN_SUBJECT = f"{ROOT}.admin"
@@ -250,6 +251,8 @@ AdminRequest = (
     | ListPools
     | RemoveWorker
     | SetRouting
+    | GetUsage
+    | GetEngines
 )
 
 

@@ -139,11 +139,15 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, tag="residency"):
 
 
 class EngineEnded(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ended"):
-    """An incarnation is gone: its attempts that stand open at this point of the stream end here, billed from their last checkpoint."""
+    """An incarnation is gone: its attempts that stand open at this point of the stream end here, billed from their last checkpoint.
+
+    With `before_ms` the engine lives on, and only attempts end whose last checkpoint was stored before that (their last word was lost).
+    """
 
     worker_id: str
     incarnation: str
     reason: str = ""
+    before_ms: int = 0
 
 
 Usage = AttemptUsage | RequestOutcome | EngineTime | Residency | EngineEnded

@@ -16,7 +16,8 @@ QUARTERS = DAY_MS // QUARTER_MS
 GRACE_MS = 3_600_000  # a day (UTC) is closed this long after its end: what comes later goes to the next open one
 REMEMBERED_CLOSINGS = 2  # a request is known for this many closings of days after it ended; a repeat after that would count again
 
-_MOST = 1 << 60
+_MOST = 1 << 48  # so that sums of thousands fit 64 bits; of what has wide columns more
+_MOST_BYTE_MS = 1 << 60
 _PIECES_ARE_TOKENS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
@@ -150,7 +151,8 @@ def problem(record: Usage, subject: str, stamp_ms: int) -> str:
         value = getattr(record, name)
         if isinstance(value, float) and not (math.isfinite(value) and 0 <= value < _MOST / 1000):
             return f"{name} is {value}"
-        if isinstance(value, int) and not 0 <= value < _MOST and name != "unaccounted_us":
+        most = _MOST_BYTE_MS if name == "kv_byte_ms" else _MOST
+        if isinstance(value, int) and not 0 <= value < most and name != "unaccounted_us":
             return f"{name} is {value}"
     if isinstance(record, Residency) and record.until_ms > stamp_ms + DAY_MS:
         return f"until_ms is {record.until_ms}, a day or more after it was stored"
