@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from services.worker.admission import Admission
 from services.worker.admission_calls import Call, Place
 from services.worker.request_plan import RequestPlan
+from services.worker.step_ledger import StepLedger
 from shared.contracts.inference import Handle, Totals
 from shared.errors import Cancelled, HandleMismatch, TenantryError
 
@@ -39,6 +40,8 @@ class Attempt:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.gpu_us = 0  # its part of the engine's steps
+        self.steps_open = 0  # calls of the engine that may still be in one
         self.engine_requests: set[str] = set()  # the engine's ids of what runs for it now
         self.closed = False  # the application has ended with it, one way or another: nothing may start any more
         self.engine_started_s: float | None = None  # loop time of admission
@@ -74,6 +77,7 @@ class Governor:
 
     def __init__(self) -> None:
         self.admission = Admission()
+        self.steps = StepLedger()
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._by_subject: dict[str, set[tuple[str, int]]] = {}
         self._by_tenant: dict[str, int] = {}

@@ -1,4 +1,6 @@
-"""Usage of attempts to the USAGE stream: cumulative every second while they run and once at their end. Off the token path."""
+"""Usage to the USAGE stream: of attempts, cumulative every second while they run and once at their end, when the engine has told the last
+step in which they were; and every second where the engine's time went. Off the token path.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,7 +10,7 @@ import structlog
 from services.worker.governor import Attempt, Governor
 from services.worker.identity import Identity
 from shared.bus import BusUnavailable
-from shared.contracts.usage import BATCH_LIMIT, AttemptUsage, encode
+from shared.contracts.usage import BATCH_LIMIT, AttemptUsage, EngineTime, encode
 
 log = structlog.get_logger()
 
@@ -16,6 +18,10 @@ Store = Callable[[bytes, str], Awaitable[None]]  # (encoded usage, message id); 
 
 _RETRY_S = 0.5
 _GATHER_S = 0.1  # what is noted meanwhile goes in one message
+_SETTLE_CHECK_S = 0.1
+_SETTLE_LIMIT_S = 3.0  # an engine that has not told an attempt's last step by then will not
+
+_Key = tuple[str, int]  # request and attempt; incarnation and -1
 
 
 class UsageMeter:
@@ -32,36 +38,69 @@ class UsageMeter:
         self._me = me
         self._store = store
         self._limit = limit
-        self._checkpoints: dict[tuple[str, int], int] = {}
-        self._unsent: dict[tuple[str, int], AttemptUsage] = {}
+        self._checkpoints: dict[_Key, int] = {}
+        self._unsent: dict[_Key, AttemptUsage | EngineTime] = {}
+        self._settling: dict[_Key, tuple[Attempt, str, float]] = {}  # ended; outcome, and when it is noted in any case
         self._sending = 0
         self._changed = asyncio.Event()
 
     def finish(self, attempt: Attempt, outcome: str) -> None:
         """The attempt's last figures; it has left the governor."""
         attempt.ended_s = asyncio.get_running_loop().time()
-        self._note(attempt, final=True, outcome=outcome)
-        self._checkpoints.pop(attempt.key, None)
+        if attempt.steps_open:
+            self._settling[attempt.key] = (attempt, outcome, attempt.ended_s + _SETTLE_LIMIT_S)
+        else:
+            self._note_last(attempt, outcome)
 
     async def run(self, interval_s: float = 1.0, senders: int = 4) -> None:
         """Takes checkpoints and sends until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(senders):
                 group.create_task(self._send())
+            group.create_task(self._settle())
             while True:
                 await asyncio.sleep(interval_s)
                 for attempt in self._governor.attempts():
                     self._note(attempt, final=False, outcome="running")
+                self._note_engine()
 
     async def flush(self, timeout_s: float) -> bool:
         """Whether everything noted so far was stored in time; `run` must be running."""
         try:
             async with asyncio.timeout(timeout_s):
+                while self._settling:
+                    await asyncio.sleep(0.01)
+                self._note_engine()
                 while self._unsent or self._sending:
                     await asyncio.sleep(0.01)
         except TimeoutError:
             return False
         return True
+
+    async def _settle(self) -> None:
+        while True:
+            await asyncio.sleep(_SETTLE_CHECK_S)
+            now_s = asyncio.get_running_loop().time()
+            for key, (attempt, outcome, give_up_s) in list(self._settling.items()):
+                if attempt.steps_open and now_s < give_up_s:
+                    continue
+                if attempt.steps_open:
+                    log.warning("usage.steps_not_told", request_id=attempt.request_id, attempt=attempt.attempt)
+                del self._settling[key]
+                self._note_last(attempt, outcome)
+
+    def _note_engine(self) -> None:
+        key = (self._me.incarnation, -1)
+        checkpoint = self._checkpoints.get(key, 0) + 1
+        time = self._governor.steps.engine_time(self._me.worker_id, self._me.incarnation, self._me.pool_id, checkpoint)
+        if time is not None:
+            self._checkpoints[key] = checkpoint
+            self._unsent[key] = time
+            self._changed.set()
+
+    def _note_last(self, attempt: Attempt, outcome: str) -> None:
+        self._note(attempt, final=True, outcome=outcome)
+        self._checkpoints.pop(attempt.key, None)
 
     def _note(self, attempt: Attempt, *, final: bool, outcome: str) -> None:
         key = attempt.key
@@ -98,11 +137,12 @@ class UsageMeter:
             first_token_ms=_ms(attempt.began_s, attempt.first_token_s),
             total_ms=_ms(attempt.began_s, now_s),
             kv_byte_ms=self._governor.admission.kv_byte_ms(attempt.place),
+            gpu_us=attempt.gpu_us,
         )
         self._changed.set()
 
     def _make_room(self) -> None:
-        victim = next((key for key, usage in self._unsent.items() if not usage.final), None)
+        victim = next((key for key, usage in self._unsent.items() if not (isinstance(usage, AttemptUsage) and usage.final)), None)
         if victim is None:
             victim = next(iter(self._unsent))
             self.lost += 1
@@ -115,15 +155,14 @@ class UsageMeter:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            batch = [self._unsent.pop(key) for key in list(self._unsent)[:BATCH_LIMIT]]
+            batch = {key: self._unsent.pop(key) for key in list(self._unsent)[:BATCH_LIMIT]}
             self._batches += 1
             self._sending += 1
             try:
-                await self._store(encode(batch), f"{self._me.incarnation}:{self._batches}")
+                await self._store(encode(list(batch.values())), f"{self._me.incarnation}:{self._batches}")
             except BusUnavailable as error:
                 log.warning("usage.not_stored", error=error.message)
-                for usage in batch:
-                    key = (usage.request_id, usage.attempt)
+                for key, usage in batch.items():
                     newer = self._unsent.get(key)
                     if newer is None or newer.checkpoint < usage.checkpoint:
                         self._unsent[key] = usage

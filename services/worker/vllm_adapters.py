@@ -158,6 +158,11 @@ class LoadedAdapters:
                 device_free_bytes_after=available_bytes(),
             )
 
+    def bytes_of(self, int_id: int) -> int:
+        """Of the adapter with the engine's number."""
+        proof = self._proofs.get(self._name(int_id))
+        return proof.true_bytes or self._slot_bytes if proof is not None else self._slot_bytes
+
     def slots(self, held: Sequence[int | None]) -> tuple[SlotMemory, ...]:
         """What the engine's slots hold, from its own list of ids."""
         found: list[SlotMemory] = []

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import hmac
 import re
+import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, cast
 
@@ -103,6 +104,7 @@ class GovernedClient:
         counted: dict[int, int] = {}
         cached = 0
         attempt.engine_requests.add(request_id)
+        self._governor.steps.open(request_id, attempt, sampling_params.n)
         steps = self._engine.generate(prompt, sampling_params, request_id, **options)
         try:
             async for output in steps:
@@ -128,6 +130,7 @@ class GovernedClient:
             try:
                 await steps.aclose()  # aborts in the engine what has not finished
             finally:
+                self._governor.steps.close(request_id, time.monotonic_ns())
                 self._governor.leave(call)
 
     async def _encode(
@@ -136,6 +139,7 @@ class GovernedClient:
         call = await self._admit(attempt, prompt, request_id, 0, 1)
         prompt, _ = self._salted(prompt, attempt)
         attempt.engine_requests.add(request_id)
+        self._governor.steps.open(request_id, attempt, 1)
         steps = self._engine.encode(prompt, pooling_params, request_id, **options)
         try:
             async for output in steps:
@@ -149,6 +153,7 @@ class GovernedClient:
             try:
                 await steps.aclose()
             finally:
+                self._governor.steps.close(request_id, time.monotonic_ns())
                 self._governor.leave(call)
 
     def _checked_attempt(self, options: Mapping[str, Any]) -> Attempt:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from services.worker.engine import AsgiApp, LoadProof, ReleaseProof
 from services.worker.engine_guard import EngineGuard
 from services.worker.engine_host_tier import HostTier
 from services.worker.governor import Governor, current_attempt
+from services.worker.step_channel import StepReceiver
+from services.worker.step_records import SOCKET_VARIABLE, StepBatch
 from services.worker.vllm_adapters import LoadedAdapters
 from services.worker.vllm_client import GovernedClient
 from services.worker.vllm_loading import CALL_LIMIT_S, choose_loading
@@ -49,6 +53,7 @@ class VllmEngine:
         self._models: Any = None
         self._adapters: LoadedAdapters | None = None
         self._tier: HostTier | None = None
+        self._steps: StepReceiver | None = None
         self._description: BaseDescription | None = None
         self._limits: EngineLimits | None = None
         self._processes: list[psutil.Process] = []
@@ -89,6 +94,9 @@ class VllmEngine:
                 else:
                     await asyncio.to_thread(setup.check_fit, settings)
                 args = await asyncio.to_thread(vllm_app.application_arguments, vllm, settings, folder, self.base_model_name)
+                if settings.meters_steps:
+                    self._steps = StepReceiver(self._governor.steps.take)
+                    self._steps.start()
                 await self._start_processes(vllm, folder)
                 await self._start_application(vllm, args)
         except TimeoutError as error:
@@ -110,6 +118,8 @@ class VllmEngine:
             await self._adapters.templates.close()
         if self._tier is not None:
             await self._tier.close()
+        if self._steps is not None:
+            self._steps.close()
         await asyncio.to_thread(self._guard.end_all)
 
     async def wait_dead(self) -> str:
@@ -132,6 +142,11 @@ class VllmEngine:
 
     async def list_adapters(self) -> frozenset[str]:
         return await self._loaded().names()
+
+    def tell_steps_to(self, take: Callable[[StepBatch], None]) -> None:
+        """Instead of the governor's ledger."""
+        if self._steps is not None:
+            self._steps.take = take
 
     async def memory(self) -> MemoryReport:
         """On a CPU, of this process and the engine's: `other` is what is resident beside weights, slots and KV cache."""
@@ -182,6 +197,9 @@ class VllmEngine:
 
     async def _start_processes(self, vllm: setup.VllmModules, folder: Path) -> None:
         await asyncio.to_thread(self._guard.start)
+        os.environ.pop(SOCKET_VARIABLE, None)
+        if self._steps is not None:
+            os.environ[SOCKET_VARIABLE] = self._steps.path  # inherited by the engine's processes
         started = asyncio.Event()
         failure: StartFailed | None = None
         async with asyncio.TaskGroup() as group:
@@ -203,6 +221,8 @@ class VllmEngine:
         plugin: dict[str, Any] = (await engine.collective_rpc("tenantry_plugin", timeout=60.0))[0]
         if not plugin["lora_is_right"]:
             raise StartFailed(f"the LoRA path is not active in the engine's process: {plugin['reason']}", package="lora-kernels")
+        if self._steps is not None:
+            await engine.collective_rpc("tenantry_time_steps", timeout=60.0)
         loras: dict[str, Any] = {}
         client = GovernedClient(engine, self._governor, loras, self._settings.cluster_secret)
         app = await vllm_app.build_application(vllm, client, args, tasks)
@@ -235,6 +255,9 @@ class VllmEngine:
             kv_groups=tuple(KvGroup(**group) for group in groups),
             max_batched_tokens=scheduler.max_num_batched_tokens,
         )
+        if self._steps is not None:
+            self._governor.steps.use(self._limits)
+            self._governor.steps.adapter_bytes = self._adapters.bytes_of
         self._app = client.closing(vllm_app.only(self._limits.endpoints, app))
 
     def _template_of_current(self) -> OwnTemplate | None:

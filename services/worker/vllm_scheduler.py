@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from services.worker.tenant_mark import owner_of
 from services.worker.vllm_blocks import watch_sliding_windows, zero_new_blocks
+from services.worker.vllm_step_hook import metered
 from shared.policy.engine_room import shape_of
 
 
@@ -21,7 +22,7 @@ def tenant_scheduler(*args: Any, **kwargs: Any) -> Any:
     """vLLM's own choice of its two, with our rule. `long_prefill_token_threshold` is the budget; 0: engine_room's default."""
     zero_new_blocks()
     base = AsyncScheduler if kwargs["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    scheduler = type("TenantScheduler", (_SharedSteps, base), {})(*args, **kwargs)
+    scheduler = metered(type("TenantScheduler", (_SharedSteps, base), {}))(*args, **kwargs)
     watch_sliding_windows(scheduler)
     return scheduler
 

@@ -57,6 +57,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_gib: int = 1  # on a CPU
     cpu_threads: int = 0  # 0: one on up to two cores, else vLLM's own choice
     host_tier_slots: int = 8  # packed adapters kept in host memory; 0: adapters are loaded in the engine's loop
+    meters_steps: bool = True  # tells what its steps cost; without, nobody is charged for its time
     hash_cache: Path | None = None  # a JSON file that keeps the hashes of weight files
     engine_args: dict[str, Any] = {}  # vLLM's own arguments by their names (underscores), over ours
 

@@ -21,6 +21,7 @@ from lora_kernels.vllm_plugin.inspect import WorkerInspection
 from services.worker import vllm_memory
 from services.worker.engine_image import PIECE_BYTES, Form, Part, SlotLayout, place
 from services.worker.vllm_blocks import zero_new_blocks
+from services.worker.vllm_step_timer import StepTimer
 
 GROUP_BYTES = 16 << 20
 """Handed to the device in one call, with one more on its way: the engine's own transfers wait behind a piece, not behind a group."""
@@ -36,6 +37,7 @@ class WorkerExtension(WorkerInspection):
 
     _tenantry_loader: "SlotLoader | None" = None
     _tenantry_watch: "vllm_memory.MemoryWatch | None" = None
+    _tenantry_timer: StepTimer | None = None
 
     def tenantry_layout(self, names: list[str]) -> dict[str, Any]:
         """What a slot is made of. `names`: the adapters' modules by the names that their files use.
@@ -72,6 +74,11 @@ class WorkerExtension(WorkerInspection):
     def tenantry_slot_sums(self, slot: int) -> list[int]:
         """Checksums of what the slot holds, as its image's; the engine waits for them."""
         return _loader(self).sums(slot)
+
+    def tenantry_time_steps(self) -> None:
+        """From now on every step's times come back with its output."""
+        if self._tenantry_timer is None:
+            self._tenantry_timer = StepTimer(self.model_runner, self.device)
 
     def tenantry_memory(self) -> dict[str, Any]:
         """The latest of one measurement a second."""
