@@ -30,6 +30,7 @@ _BLOCKS_PER_RESERVED = 32
 _WAVE_PATIENCE_S = 10.0  # the application starts all prompts of a request at once
 _TOP_UP_TOKENS = 32
 _LONGEST_RETRY_S = 60.0
+_RUNS_KEPT = 4096
 
 
 class Admission:
@@ -137,6 +138,13 @@ class Admission:
             place.shared += (call,)
         return call
 
+    def beam_tokens(self, tenant_id: str) -> tuple[int, int] | None:
+        """What a beam search of the tenant without max_tokens may make, as far as is known, and the model's length."""
+        limits = self.tenants.find(tenant_id)
+        if limits is None or limits.default_max_tokens is None:
+            return None
+        return limits.default_max_tokens, self._max_model_len
+
     def started(self, call: Call) -> None:
         """Its first token is there."""
         self.queue.prefilled(call.ask)
@@ -166,8 +174,10 @@ class Admission:
             freed += self.queue.finish(first)
             self._not_reserved.pop(first.key, None)
         place.held.change(-freed, self._now_us())
-        before_s = self._run_s.get(place.tenant_id, ran_s)
+        before_s = self._run_s.pop(place.tenant_id, ran_s)  # the last to have run stands last
         self._run_s[place.tenant_id] = before_s + (ran_s - before_s) / 8
+        if len(self._run_s) > _RUNS_KEPT:
+            del self._run_s[next(iter(self._run_s))]
         if self.queue.has_waiting:
             self.pump()
 

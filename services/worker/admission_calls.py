@@ -35,10 +35,11 @@ class Wave:
 class Place:
     """What one attempt has asked for and what of it waits. Mutable; owned by Admission."""
 
-    __slots__ = ("firsts", "held", "queued_ms", "queued_since_s", "shared", "tenant_id", "waiting", "wave")
+    __slots__ = ("beam_tokens", "firsts", "held", "queued_ms", "queued_since_s", "shared", "tenant_id", "waiting", "wave")
 
     def __init__(self, tenant_id: str) -> None:
         self.tenant_id = tenant_id
+        self.beam_tokens: tuple[int, int] | None = None  # of a beam search without max_tokens: its tenant's default, the model's length
         self.firsts: list[Ask] = []  # one per decision: more than one only if the application generates again
         self.waiting: list[asyncio.Future[TenantryError | None]] = []
         self.shared: tuple[Call, ...] = ()  # of a beam search, one per prompt

@@ -14,6 +14,7 @@ import structlog
 from services.worker.engine import AsgiApp, Scope
 from services.worker.frames import Outbox, Stream
 from services.worker.governor import Attempt, current_attempt
+from services.worker.request_plan import of_default_length
 from services.worker.request_policy import Prepared
 from shared.contracts.errors import to_info
 from shared.contracts.inference import FrameKind, Handle, Head, InferRequest, encode
@@ -106,7 +107,7 @@ class Answering:
         raised: TenantryError | None = None
         try:
             prepared = self._policy.prepare(self.request.path, self._client_body, self.request.handle, self._engine_model)
-            self._body, self.attempt.plan = prepared.body, prepared.plan
+            self._body, self.attempt.plan = of_default_length(prepared.body, prepared.plan, self.attempt.place.beam_tokens)
             self._client_body = b""
             if self._abort is None:
                 await self._call()

@@ -89,6 +89,7 @@ class Governor:
         subject = attempt.subject_id
         self._attempts[attempt.key] = attempt
         tenant_id = attempt.handle.tenant_id
+        attempt.place.beam_tokens = self.admission.beam_tokens(tenant_id)
         self._by_tenant[tenant_id] = self._by_tenant.get(tenant_id, 0) + 1
         self._by_subject.setdefault(subject, set()).add(attempt.key)
         self._idle.setdefault(subject, asyncio.Event()).clear()

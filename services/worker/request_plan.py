@@ -28,6 +28,19 @@ def plan_of(fields: Mapping[str, Any]) -> RequestPlan:
     )
 
 
+def of_default_length(body: bytes, plan: RequestPlan, default: tuple[int, int] | None) -> tuple[bytes, RequestPlan]:
+    """A beam search that does not say how long, as long as its tenant's default (tokens, the model's length) says.
+
+    The application counts a beam's tokens itself, so it has to be told. Where a prompt of so many bytes may leave less than the default,
+    it is left as it is, and reserves what the model's length leaves.
+    """
+    if not plan.beams or plan.max_tokens is not None or default is None or default[0] > default[1] - len(body):
+        return body, plan
+    fields = msgspec.json.decode(body)
+    fields["max_tokens"] = default[0]
+    return msgspec.json.encode(fields), msgspec.structs.replace(plan, max_tokens=default[0])
+
+
 def _prompts(value: Any) -> int:
     """A list of texts or of token lists has as many prompts as entries; a list of tokens, a text or a conversation is one."""
     if isinstance(value, list):

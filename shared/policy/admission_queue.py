@@ -12,21 +12,27 @@ from shared.policy.engine_room import EngineRoom, Full
 from shared.policy.fair_order import Account, FairOrder, Least
 from shared.policy.kv_ledger import Fit, KvLedger
 
+_IDLE_KEPT = 1024  # tenants with nothing here whose counters are remembered
+
 
 class TenantLine:
     """One tenant's queue and what it has in the engine. Mutable; owned by the queue."""
 
     __slots__ = ("account", "claim", "prefill", "running", "seats", "terms", "waiting", "waiting_requests")
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, terms: TenantTerms) -> None:
         self.account = account
-        self.terms = TenantTerms()
+        self.terms = terms
         self.waiting: list[tuple[int, int, int, Ask]] = []  # rank, arrival, number, ask; those that left are dropped at the head
         self.waiting_requests = 0
         self.running = 0  # requests admitted and not finished
         self.seats = 0
         self.prefill = 0
         self.claim = 0  # blocks within its guarantee that its head waits for
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.running or self.waiting_requests or self.seats or self.prefill or self.claim)
 
     def head(self) -> Ask | None:
         waiting = self.waiting
@@ -42,7 +48,9 @@ class AdmissionQueue:
         self.room = room
         self.ledger = ledger
         self.order = order
-        self.lines: dict[str, TenantLine] = {}
+        self.lines: dict[str, TenantLine] = {}  # of tenants that have something here, and those that had lately
+        self._terms: dict[str, TenantTerms] = {}
+        self._lines_limit = 2 * _IDLE_KEPT
         self._quiet = Least()  # tenants whose head may enter for all they know, with nothing in the engine
         self._busy = Least()  # the same, with something
         self._in_engine = 0  # tenants
@@ -58,16 +66,34 @@ class AdmissionQueue:
     def line(self, tenant_id: str) -> TenantLine:
         found = self.lines.get(tenant_id)
         if found is None:
-            found = self.lines[tenant_id] = TenantLine(self.order.account(tenant_id))
+            if len(self.lines) >= self._lines_limit:
+                self._forget_idle()
+            terms = self._terms.get(tenant_id, _NO_TERMS)
+            account = self.order.account(tenant_id)
+            account.weight = float(max(1, terms.weight))
+            found = self.lines[tenant_id] = TenantLine(account, terms)
         return found
+
+    def _forget_idle(self) -> None:
+        """Those whose lines were made first, but for so many. One that comes back begins at the level of the others, as a newcomer does."""
+        idle = [tenant_id for tenant_id, line in self.lines.items() if line.is_idle]
+        for tenant_id in idle[: max(0, len(idle) - _IDLE_KEPT)]:
+            self._park(self.lines.pop(tenant_id))
+            self.order.forget(tenant_id)
+        self._lines_limit = 2 * max(_IDLE_KEPT, len(self.lines))
 
     def set_terms(self, tenant_id: str, terms: TenantTerms) -> None:
         """Evicts nothing; what waits is decided anew by the next `take`."""
-        line = self.line(tenant_id)
-        line.terms = terms
-        line.account.weight = float(max(1, terms.weight))
+        if terms == _NO_TERMS:
+            self._terms.pop(tenant_id, None)
+        else:
+            self._terms[tenant_id] = terms
         self.ledger.set_share(tenant_id, terms.kv)
-        self._ready(line)
+        line = self.lines.get(tenant_id)
+        if line is not None:
+            line.terms = terms
+            line.account.weight = float(max(1, terms.weight))
+            self._ready(line)
 
     def offer(self, ask: Ask) -> Short | None:
         """None: it has entered (PREFILLING) or waits (WAITING). Otherwise why it is refused."""
@@ -152,7 +178,9 @@ class AdmissionQueue:
 
     def leave(self, ask: Ask, cached_tokens: int = 0, output_tokens: int = 0) -> int:
         """It is out of the engine, or will not enter it; the blocks that it gave back. Idempotent."""
-        line = self.lines[ask.tenant_id]
+        line = self.lines.get(ask.tenant_id)
+        if line is None:  # it left long ago, and its tenant had nothing here since
+            return 0
         if ask.state is AskState.WAITING:
             ask.state = AskState.LEFT
             if ask.leads:
@@ -302,4 +330,5 @@ class AdmissionQueue:
         self._busy.discard(line.account)
 
 
+_NO_TERMS = TenantTerms()
 _SHARED_LIMITS = frozenset({Limit.ROOM, Limit.SEATS, Limit.PREFILL})

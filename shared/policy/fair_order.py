@@ -88,7 +88,7 @@ class Least:
 
 
 class FairOrder:
-    """Counters of all tenants ever seen.
+    """Counters of all tenants that have something here, or had lately.
 
     A tenant is active while a request of it waits for the shared engine. One that becomes active is lifted to the least counter of those
     that are, or to where the last one entered: idle time, and time in which only its own limits kept it waiting, earn nothing.
@@ -98,12 +98,18 @@ class FairOrder:
         self.price = price
         self.level = 0.0  # the highest counter with which anybody has entered
         self._accounts: dict[str, Account] = {}
+        self._places = 0
 
     def account(self, tenant_id: str) -> Account:
         found = self._accounts.get(tenant_id)
         if found is None:
-            found = self._accounts[tenant_id] = Account(tenant_id, len(self._accounts))
+            found = self._accounts[tenant_id] = Account(tenant_id, self._places)
+            self._places += 1
         return found
+
+    def forget(self, tenant_id: str) -> None:
+        """A tenant that has nothing here."""
+        self._accounts.pop(tenant_id, None)
 
     def lift(self, account: Account, active: float | None) -> None:
         """It becomes active. `active`: the least counter of those that are; None: nobody is."""

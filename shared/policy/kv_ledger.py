@@ -97,7 +97,10 @@ class KvLedger:
         held, before = self.held_by(tenant_id), self._share(tenant_id).guaranteed
         self.guaranteed += share.guaranteed - before
         self.promised_idle += max(0, share.guaranteed - held) - max(0, before - held)
-        self._shares[tenant_id] = share
+        if share == _NONE:
+            self._shares.pop(tenant_id, None)
+        else:
+            self._shares[tenant_id] = share
 
     def fit(self, tenant_id: str, blocks: int, wanted_by_others: int = 0) -> Fit:
         """Whether a reservation fits now. `wanted_by_others`: what waits now within others' guarantees, which burst does not borrow."""

@@ -201,6 +201,21 @@ async def test_without_max_tokens_no_more_is_generated_than_the_tenants_default(
     assert admission.queue.ledger.held == 0
 
 
+async def test_a_beam_search_that_does_not_say_how_long_is_as_long_as_its_tenants_default_and_reserves_that(
+    desk: Desk, admission: Admission
+) -> None:
+    share(desk, "sales", blocks=6, default_max_tokens=5)
+    body = {"messages": [{"role": "user", "content": "x"}], "use_beam_search": True, "n": 2, "temperature": 0, "ignore_eos": True}
+    one = await answered(desk, CHAT, body, "sales")
+    assert one.outcome == "complete", one.stream.kept
+    whole = msgspec.json.decode(b"".join(frame.data for frame in one.stream.kept if frame.kind is FrameKind.BODY))
+    assert whole["usage"]["completion_tokens"] == 2 * 5
+    share(desk, "sales", blocks=6)
+    one = await answered(desk, CHAT, body, "sales")
+    assert one.outcome == "error:kv_quota_exceeded", "without a default it is as long as the model allows"
+    assert admission.queue.ledger.held == 0
+
+
 async def test_one_at_a_time_means_one_at_a_time(desk: Desk, admission: Admission) -> None:
     share(desk, "sales", concurrent=1)
     share(desk, "rival")

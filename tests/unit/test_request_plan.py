@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from services.worker.request_plan import RequestPlan, plan_of
+from services.worker.request_plan import RequestPlan, of_default_length, plan_of
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,25 @@ from services.worker.request_plan import RequestPlan, plan_of
 )
 def test_a_body_is_counted(fields: dict[str, Any], expected: RequestPlan) -> None:
     assert plan_of(fields) == expected
+
+
+BEAM = b'{"use_beam_search":true,"n":2,"prompt":"one"}'
+
+
+def test_a_beam_search_that_does_not_say_how_long_is_as_long_as_its_tenants_default() -> None:
+    body, plan = of_default_length(BEAM, RequestPlan(beams=2), (50, 1024))
+    assert msgspec.json.decode(body) == {"use_beam_search": True, "n": 2, "prompt": "one", "max_tokens": 50}
+    assert plan == RequestPlan(beams=2, max_tokens=50)
+
+
+@pytest.mark.parametrize(
+    ("plan", "default"),
+    [
+        (RequestPlan(beams=2, max_tokens=7), (50, 1024)),
+        (RequestPlan(), (50, 1024)),
+        (RequestPlan(beams=2), None),
+        (RequestPlan(beams=2), (1024, 1024)),
+    ],
+)
+def test_what_says_how_long_or_may_not_have_as_much_left_stays_as_it_is(plan: RequestPlan, default: tuple[int, int] | None) -> None:
+    assert of_default_length(BEAM, plan, default) == (BEAM, plan)
