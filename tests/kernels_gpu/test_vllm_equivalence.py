@@ -5,8 +5,8 @@ the same tokens close on the average, few far apart, and the same greedy tokens 
 alike. Another adapter's answer, or the base's, differs by more than a nat on the average. Bits are compared where kernels are the same:
 the base's answers, and a batch asked again.
 
-Engines run side by side, a process each, those of the tests chosen: `pytest tests/kernels_gpu/test_vllm_equivalence.py -k eager`; on two
-GPUs `-k tp2`.
+Engines run side by side, a process each, those of the tests chosen:
+`KERNELS_PYTHON=python3 make test-kernels KERNEL_FILES=tests/kernels_gpu/test_vllm_equivalence.py ARGS="-n0 -k eager"`; on two GPUs `-k tp2`.
 """
 
 import concurrent.futures
@@ -33,6 +33,8 @@ token may have been preferred to the one that the other path took."""
 
 if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
     pytest.skip("needs a GPU, with vLLM 0.26", allow_module_level=True)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    pytest.skip("starts processes of its own: run it with -n0", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(900)
 
