@@ -6,7 +6,8 @@ alike. Another adapter's answer, or the base's, differs by more than a nat on th
 the base's answers, and a batch asked again.
 
 Engines run side by side, a process each, those of the tests chosen:
-`KERNELS_PYTHON=python3 make test-kernels KERNEL_FILES=tests/kernels_gpu/test_vllm_equivalence.py ARGS="-n0 -k eager"`; on two GPUs `-k tp2`.
+`KERNELS_PYTHON=python3 make test-kernels KERNEL_FILES=tests/kernels_gpu/test_vllm_equivalence.py ARGS="-n0 -k eager"`, on two GPUs
+`-k tp2`.
 """
 
 import concurrent.futures
