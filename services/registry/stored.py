@@ -18,10 +18,9 @@ class StoredLedger:
 
     async def reserve(self, record: AdapterRecord, size_bytes: int) -> None:
         """:raises ArtifactQuotaExceeded: its tenant's other files leave no room for it. :raises NotFound: the tenant is gone."""
-        tenant = await self._store.tenant(record.tenant)
-        limit = tenant.limits.artifact_bytes
 
         async def with_it(entry: Entry | None) -> bytes:
+            limit = (await self._store.tenant(record.tenant)).limits.artifact_bytes  # read after the entry: see fence.py
             files = dict(state.decode_stored(entry.value).files) if entry is not None else {}
             files.pop(record.adapter_id, None)
             held = sum(files.values())

@@ -9,6 +9,7 @@ import bcrypt
 import msgspec
 import structlog
 
+from services.registry.fence import fence
 from services.registry.guarantees import GuaranteeService
 from services.registry.keys import KeyService, random_id
 from services.registry.reports import Reports
@@ -127,11 +128,26 @@ class TenantService:
             return msgspec.structs.replace(present, limits=_checked_limits(present.limits, request.limits), **changes)
 
         after = await self._store.change_tenant(request.name, change)
+        await self._fence(tenant, after)
         if request.limits:
             await self._shares.settle(after, await self._store.pools())
             await self._guarantees.lower_to(after.tenant_id, after.limits.kv_quota_bytes)
         log.info("tenant.updated", tenant=request.name, fields=sorted(changes), limits=sorted(request.limits))
         return await self._view(after, password)
+
+    async def _fence(self, before: Tenant, after: Tenant) -> None:
+        """No admission that was decided by a limit that is lower now is written any more."""
+        limits, old = after.limits, before.limits
+        if _is_lower(limits.artifact_bytes, old.artifact_bytes):
+            await fence(self._store.catalog, state.STORED_PREFIX + after.tenant_id, state.encode(state.StoredFiles()))
+        if (
+            after.vram_quota_bytes < before.vram_quota_bytes
+            or after.upgrade_headroom_bytes < before.upgrade_headroom_bytes
+            or after.adapter_ceilings != before.adapter_ceilings
+            or _is_lower(limits.host_cache_bytes, old.host_cache_bytes)
+        ):
+            for pool_id in await self._store.pools():
+                await fence(self._store.live, state.POOL_PREFIX + pool_id)
 
     async def show(self, request: admin.ShowTenant) -> admin.TenantView:
         """With what it asks for, holds and may hold of everything.
@@ -220,6 +236,10 @@ class TenantService:
         routing = Routing(header=request.header.lower(), default=RoutingDefault(request.default))
         await self._store.live.put(state.ROUTING_KEY, state.encode(routing))
         return routing
+
+
+def _is_lower(limit: int | None, than: int | None) -> bool:
+    return limit is not None and (than is None or limit < than)
 
 
 def _checked_bytes(field: str, value: int) -> None:

@@ -1,6 +1,7 @@
 """Limits of a tenant as managers set and see them, and the two that are enforced where uploads come in."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.bus import Bus, BusSettings, connect, open_bucket
+from services.registry.store import Store
+from shared.bus import Bucket, Bus, BusSettings, Entry, connect, open_bucket
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import admin, state, tenancy
 from shared.contracts.tenancy import TenantLimits
@@ -180,6 +182,10 @@ async def test_files_beyond_the_artifact_quota_are_refused_and_room_comes_back_w
         assert caught.value.fields["asked_bytes"] + caught.value.fields["held_bytes"] > caught.value.fields["limit_bytes"]
         assert caught.value.fields["held_bytes"] == size
         assert figure(await shown(manager, "sales"), "artifact_bytes") == (0, size, 2 * size - 1)
+        assert (await shown(manager, "sales")).over_quota == ()
+        lowered = await limited(manager, "sales", artifact_bytes=size - 1)
+        assert (lowered.over_quota, figure(lowered, "artifact_bytes")) == (("artifact_bytes",), (0, size, size - 1))
+        await limited(manager, "sales", artifact_bytes=2 * size - 1)
         with pytest.raises(Conflict, match="unload it first"):
             await manager.ask(admin.RemoveAdapter(tenant="sales", name="tone"))
         await manager.ask(admin.UnloadAdapter(tenant="sales", name="tone", wait_s=10.0))
@@ -231,10 +237,45 @@ async def test_more_than_a_workers_host_cache_may_keep_of_a_tenant_is_refused_wi
         await limited(manager, "sales", host_cache_bytes=held)
         with pytest.raises(HostCacheExceeded) as caught:
             await manager.add("sales", "mail", adapter(tmp_path, 2), tmp_path)
+        assert caught.value.fields["asked_bytes"] > 0
         assert (caught.value.fields["held_bytes"], caught.value.fields["limit_bytes"]) == (held, held)
         assert len(worker.commands) == 1
         over = await limited(manager, "sales", host_cache_bytes=held - 1)
         assert over.over_quota == ("host_cache_bytes",)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "changes", "error"),
+    [
+        (state.POOL_PREFIX, {"vram_quota_bytes": 0}, QuotaExceeded),
+        (state.POOL_PREFIX, {"limits": {"host_cache_bytes": 0}}, HostCacheExceeded),
+        (state.STORED_PREFIX, {"limits": {"artifact_bytes": 1}}, ArtifactQuotaExceeded),
+    ],
+)
+async def test_what_was_decided_before_a_limit_was_lowered_is_not_written_after_it(
+    bus: Bus, tmp_path: Path, prefix: str, changes: dict[str, Any], error: type[TenantryError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is lowered, whole, between the decision to let an adapter in and its compare-and-set."""
+    async with small_cluster(bus) as (manager, worker):
+        await manager.tenant("sales")
+        change, left = Store.change, [1]
+
+        async def with_a_pause(self: Store, bucket: Bucket, key: str, decide: Callable[[Entry | None], Awaitable[bytes | None]]) -> int:
+            async def decided(entry: Entry | None) -> bytes | None:
+                value = await decide(entry)
+                if key.startswith(prefix) and value is not None and (entry is None or value != entry.value) and left:
+                    left.pop()
+                    await manager.ask(admin.UpdateTenant(name="sales", **changes))
+                return value
+
+            return await change(self, bucket, key, decided)
+
+        monkeypatch.setattr(Store, "change", with_a_pause)
+        with pytest.raises(error):
+            await manager.add("sales", "tone", adapter(tmp_path), tmp_path)
+        assert left == []
+        assert worker.commands == []
+        assert await manager.held("sales") == 0
 
 
 async def test_the_ledger_of_stored_files_is_put_right(bus: Bus, tmp_path: Path) -> None:

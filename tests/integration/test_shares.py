@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
+import pytest
 
 from shared.bus import Bus, BusSettings, connect, open_bucket
 from shared.bus.embedded import EmbeddedNats
@@ -85,36 +86,45 @@ async def test_a_worker_that_dies_leaves_its_part_to_its_successor_and_a_removed
             await until(lambda: again.share is not None and again.share.concurrent == CONCURRENT, what="it has all of it")
 
 
-async def test_a_lowered_quota_lets_nothing_in_until_less_is_held(nats_server: EmbeddedNats, bus: Bus) -> None:
+@pytest.mark.parametrize(
+    ("limit", "lowered", "resource", "each"), [("max_concurrent", 4, "concurrent", 1), ("kv_quota_bytes", 400, "kv_bytes", 100)]
+)
+async def test_a_lowered_quota_lets_nothing_in_until_less_is_held_and_is_told_as_over(
+    nats_server: EmbeddedNats, bus: Bus, limit: str, lowered: int, resource: str, each: int
+) -> None:
     async with registries(nats_server, 2) as manager:
         tenant = await manager.tenant("sales", limits={"kv_quota_bytes": KV, "max_concurrent": CONCURRENT})
         pool = [ShareWorker(bus, f"w{number}", tenant.tenant_id) for number in (1, 2)]
+        part, held_part = ("concurrent", "held_concurrent") if resource == "concurrent" else ("kv_bytes", "held_kv_bytes")
+
+        def parts() -> int:
+            return sum(getattr(worker.share, part) or 0 for worker in pool if worker.share)
+
         async with working(*pool):
-            await until(lambda: sum(worker.share.concurrent or 0 for worker in pool if worker.share) == CONCURRENT)
+            before = parts()
             for worker in pool:
-                while worker.admit(1):
+                while worker.admit(each):
                     pass
             assert sum(worker.running for worker in pool) == CONCURRENT
-            view = msgspec.convert(
-                await manager.ask(admin.UpdateTenant(name="sales", limits={"max_concurrent": 4})), admin.TenantView
-            )  # fmt: skip
-            assert view.limits.max_concurrent == 4
-            await until(lambda: sum(worker.share.concurrent or 0 for worker in pool if worker.share) == 4)
+            view = msgspec.convert(await manager.ask(admin.UpdateTenant(name="sales", limits={limit: lowered})), admin.TenantView)
+            assert getattr(view.limits, limit) == lowered < before
+            await until(lambda: parts() == lowered)
             assert sum(worker.running for worker in pool) == CONCURRENT, "nothing was cut off"
-            assert not any(worker.admit(1) for worker in pool)
+            assert not any(worker.admit(each) for worker in pool)
 
             async def told() -> bool:
                 shown = msgspec.convert(await manager.ask(admin.ShowTenant(name="sales")), admin.TenantView)
-                return shown.over_quota == ("concurrent",)
+                figure = next(figure for figure in shown.figures if figure.resource == resource)
+                return shown.over_quota == (resource,) and (figure.held, figure.allowed) == (CONCURRENT * each, lowered)
 
             await until_async(told, what="it is reported as over quota")
             for worker in pool:
                 while worker.running:
-                    worker.leave(1)
+                    worker.leave(each)
 
             async def agreed() -> bool:
                 entry = await entry_of(bus, tenant.tenant_id)
-                return sum(share.held_concurrent for share in entry.workers.values()) == 4
+                return sum(getattr(share, held_part) for share in entry.workers.values()) == lowered
 
             await until_async(agreed, what="what is held has come down")
-            assert any(worker.admit(1) for worker in pool)
+            assert any(worker.admit(each) for worker in pool)
