@@ -1,7 +1,8 @@
-"""The scripted engine's OpenAI application: chat and text completions, streaming or not, by rule."""
+"""The scripted engine's OpenAI application: chat and text completions and messages, streaming or not, and embeddings, by rule."""
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -33,6 +34,7 @@ class _Body(msgspec.Struct, kw_only=True):
     model: str
     messages: list[_Message] = []
     prompt: str | list[str] = ""
+    input: str | list[str] = ""
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
@@ -43,7 +45,8 @@ class _Body(msgspec.Struct, kw_only=True):
         """One per prompt."""
         if self.messages:
             return ["\n".join(_content(message) for message in self.messages)]
-        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        asked = self.prompt or self.input
+        return [asked] if isinstance(asked, str) else asked
 
 
 Take = Callable[[int, str], Awaitable[None]]  # (choice, token)
@@ -82,11 +85,13 @@ class ScriptedApp:
         self._step: asyncio.Event | None = None
         self._stepper = stepper
         self._loop = asyncio.get_running_loop()
+        self._calls = itertools.count(1)
+        self._adapter_numbers: dict[str, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
         path: str = scope["path"]
-        if path not in ("/v1/chat/completions", "/v1/completions"):
+        if path not in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings"):
             await _error(send, 404, f"no such path: {path}")
             return
         try:
@@ -104,18 +109,21 @@ class ScriptedApp:
             return
         async with asyncio.TaskGroup() as group:
             listening = group.create_task(_until_disconnect(receive))
-            answering = group.create_task(self._answer(request, path.endswith("chat/completions"), prompts, adapter_id, send))
+            answering = group.create_task(self._answer(request, path, prompts, adapter_id, send))
             await asyncio.wait((listening, answering), return_when=asyncio.FIRST_COMPLETED)
             listening.cancel()
             answering.cancel()
 
-    async def _answer(self, request: _Body, is_chat: bool, prompts: list[str], adapter_id: str, send: Send) -> None:
+    async def _answer(self, request: _Body, path: str, prompts: list[str], adapter_id: str, send: Send) -> None:
         if any("[[empty]]" in prompt for prompt in prompts):
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS if request.stream else _JSON})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         count = request.max_completion_tokens or request.max_tokens or DEFAULT_TOKENS
-        shape = _Shape(request, current_attempt.get(), is_chat)
+        if path == "/v1/embeddings":
+            await self._embed(prompts, adapter_id, send)
+            return
+        shape = (_MessageShape if path == "/v1/messages" else _Shape)(request, current_attempt.get(), path == "/v1/chat/completions")
         if request.stream:
             await self._stream(request, shape, prompts, adapter_id, count, send)
             return
@@ -126,6 +134,23 @@ class ScriptedApp:
 
         await self._generate_all(request, shape.attempt, prompts, adapter_id, count, keep)
         whole = shape.whole(["".join(texts[index]) for index in sorted(texts)], prompts, sum(map(len, texts.values())))
+        await send({"type": "http.response.start", "status": 200, "headers": _JSON})
+        await send({"type": "http.response.body", "body": whole, "more_body": False})
+
+    async def _embed(self, prompts: list[str], adapter_id: str, send: Send) -> None:
+        """Every prompt is read, nothing is made."""
+        attempt = current_attempt.get()
+
+        async def one(prompt: str) -> None:
+            async with aclosing(self._generate(attempt, prompt, adapter_id, 0, 1)) as nothing:
+                async for _ in nothing:
+                    pass
+
+        async with asyncio.TaskGroup() as group:
+            for prompt in prompts:
+                group.create_task(one(prompt))
+        data = [{"object": "embedding", "index": index, "embedding": [0.5, -0.5]} for index in range(len(prompts))]
+        whole = msgspec.json.encode({"object": "list", "data": data, "usage": _usage(prompts, 0)})
         await send({"type": "http.response.start", "status": 200, "headers": _JSON})
         await send({"type": "http.response.body", "body": whole, "more_body": False})
 
@@ -151,7 +176,7 @@ class ScriptedApp:
             return
         if request.stream_options is not None and request.stream_options.include_usage:
             await send({"type": "http.response.body", "body": shape.usage_piece(prompts, made), "more_body": True})
-        await send({"type": "http.response.body", "body": _DONE, "more_body": True})
+        await send({"type": "http.response.body", "body": shape.end, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _generate_all(self, request: _Body, attempt: Attempt, prompts: list[str], adapter_id: str, count: int, take: Take) -> None:
@@ -178,9 +203,12 @@ class ScriptedApp:
         call = await self._governor.admit(attempt, prompt_tokens_of(prompt), count, samples, self._loop.time())
         digest = self._adapters[adapter_id] if adapter_id else self._base_digest
         words = tokens_of(digest, prompt, call.max_tokens)
-        sequences = [self._sequence(attempt, prompt, call.max_tokens) for _ in range(samples)] if self._stepper is not None else []
+        name = f"{attempt.request_id}-{attempt.attempt}-{next(self._calls)}"
+        sequences = self._sequences(name, attempt, prompt, max(1, call.max_tokens), samples, adapter_id)
         try:
             async with self._turns:
+                if not count:
+                    await self._next_step(sequences)
                 for position, word in enumerate(words):
                     if "[[hang]]" in faults:
                         await asyncio.Event().wait()
@@ -196,13 +224,25 @@ class ScriptedApp:
             for sequence in sequences:
                 assert self._stepper is not None
                 self._stepper.remove(sequence)
+            self._governor.steps.close(name, round(self._loop.time() * 1e9))
             self._governor.leave(call)
 
-    def _sequence(self, attempt: Attempt, prompt: str, count: int) -> Sequence:
-        assert self._stepper is not None
-        sequence = Sequence(attempt.request_id, attempt.handle.tenant_id, prompt_tokens_of(prompt), count)
-        self._stepper.submit(sequence)
-        return sequence
+    def _sequences(self, name: str, attempt: Attempt, prompt: str, count: int, samples: int, adapter_id: str) -> list[Sequence]:
+        """In the stepper, named as vLLM names them."""
+        if self._stepper is None:
+            return []
+        self._governor.steps.open(name, attempt, samples)
+        adapter = self._adapter_numbers.setdefault(adapter_id, len(self._adapter_numbers) + 1) if adapter_id else 0
+        made: list[Sequence] = []
+        for sample in range(samples):
+            engine_id = f"{sample}_{name}-00000000"
+            made.append(
+                Sequence(
+                    attempt.request_id, attempt.handle.tenant_id, prompt_tokens_of(prompt), count, engine_id=engine_id, adapter=adapter
+                )
+            )
+            self._stepper.submit(made[-1])
+        return made
 
     async def _next_step(self, sequences: list[Sequence]) -> None:
         """All streams get their tokens together, as from an engine's step."""
@@ -226,6 +266,8 @@ class ScriptedApp:
 
 class _Shape:
     """JSON of one answer, as vLLM writes it. Pieces come from templates: they are the hot path of load tests."""
+
+    end = _DONE
 
     def __init__(self, request: _Body, attempt: Attempt, is_chat: bool) -> None:
         self.attempt = attempt
@@ -264,6 +306,33 @@ class _Shape:
                 "model": self._model,
                 "choices": choices,
                 "usage": _usage(prompts, made),
+            }
+        )
+
+
+class _MessageShape(_Shape):
+    """Of the Messages API."""
+
+    end = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+    def piece(self, index: int, token: str) -> bytes:
+        delta = f'{{"type":"content_block_delta","index":{index},"delta":{{"type":"text_delta","text":"{token}"}}}}'
+        return f"event: content_block_delta\ndata: {delta}\n\n".encode()
+
+    def last_piece(self, index: int) -> bytes:
+        return f'event: content_block_stop\ndata: {{"type":"content_block_stop","index":{index}}}\n\n'.encode()
+
+    def whole(self, texts: list[str], prompts: list[str], made: int) -> bytes:
+        usage = _usage(prompts, made)
+        return msgspec.json.encode(
+            {
+                "id": self._id,
+                "type": "message",
+                "role": "assistant",
+                "model": self._model,
+                "content": [{"type": "text", "text": text} for text in texts],
+                "stop_reason": "max_tokens",
+                "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": made},
             }
         )
 

@@ -27,7 +27,7 @@ from shared.contracts.base import BaseDescription, EngineLimits, Module
 from shared.contracts.workers import MemoryReport
 from shared.errors import LoadFailed
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings")
 _RANK_CLASSES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 KV_BLOCK_TOKENS = 16
 KV_BLOCK_BYTES = KV_BLOCK_TOKENS * 4 * 2 * 64 * 4  # four layers, keys and values of 64 float32
@@ -104,6 +104,9 @@ class ScriptedEngine:
         self.base_model_name = self.description.label
         if settings.steps is not None:
             self.stepper = Stepper(settings.steps, settings.concurrency, KV_BLOCK_TOKENS)
+            self.stepper.on_told = self._governor.steps.take
+            self._governor.steps.pull = self.stepper.idle_so_far
+            self._governor.steps.use(self.limits)
         self._app = ScriptedApp(
             self._governor,
             self._adapters,

@@ -54,6 +54,7 @@ class StepLedger:
         self.unbilled_us = 0  # of requests that nobody had opened
         self.is_told = False  # whether the engine tells of its steps at all
         self.adapter_bytes: Callable[[int], int] = lambda _: 0
+        self.pull: Callable[[], StepBatch] | None = None  # of an engine that tells nothing while nothing happens
         self._requests: dict[str, _Request] = {}
         self._closed: dict[str, _Request] = {}  # of them, in the order in which they were closed
         self._by_engine_id: dict[str, _Request | None] = {}
@@ -118,6 +119,8 @@ class StepLedger:
 
     def engine_time(self, worker_id: str, incarnation: str, pool_id: str, checkpoint: int) -> EngineTime | None:
         """None: the engine has told nothing yet."""
+        if self.pull is not None:
+            self.take(self.pull())
         account = self._account
         if account is None:
             return None
