@@ -1,7 +1,7 @@
 """The rank by which a slot is read, of adapters as vLLM holds them."""
 
 import torch
-from lora_kernels.vllm_plugin.slot_ranks import own_rank
+from lora_kernels.vllm_plugin.adapter_facts import own_rank
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 

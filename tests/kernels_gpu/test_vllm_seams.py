@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own imports
     vllm = pytest.importorskip("vllm", reason="needs vLLM 0.26")
     from lora_kernels.vllm_plugin import expert_seams, fused_steps, gpu_wrapper
+    from lora_kernels.vllm_plugin.adapter_facts import AdapterFacts
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper import punica_gpu
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -145,6 +146,54 @@ def test_a_step_without_adapters_launches_nothing(wrapper: gpu_wrapper.GpuLoraWr
     assert torch.equal(y, before)
 
 
+WITH_HEAD, WITHOUT_HEAD = AdapterFacts(RANK, changes_head=True), AdapterFacts(RANK, changes_head=False)
+
+
+def logits(wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits before, after) of fewer rows than the step samples."""
+    memory, x = random(num_rows + 8, 48), random(num_rows, HIDDEN)
+    before = memory.clone()
+    wrapper.add_lora_logits(memory[:num_rows], x, random(SLOTS, 1, RANK, HIDDEN), random(SLOTS, 1, 48, RANK), 1.0)
+    assert torch.equal(memory[num_rows:], before[num_rows:])
+    return before[:num_rows], memory[:num_rows]
+
+
+def test_prompt_log_probabilities_of_rows_fewer_than_are_sampled_write_nothing_where_no_adapter_changes_the_head(
+    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any
+) -> None:
+    wrapper.adapter_facts = {7: WITHOUT_HEAD, 9: WITHOUT_HEAD}
+    wrapper.update_metadata(LoRAMapping(IDS, (7, 0, 9)), SLOT_IDS, SLOTS + 1, 1000)
+
+    before, after = logits(wrapper, random, 2)
+
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("num_rows", [2, 20])
+def test_prompt_log_probabilities_of_a_batch_of_one_adapter_get_its_heads_update(
+    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, num_rows: int
+) -> None:
+    wrapper.adapter_facts = {7: WITH_HEAD, 9: WITH_HEAD}
+    wrapper.update_metadata(LoRAMapping((7,) * TOKENS, (7,) * 3), SLOT_IDS, SLOTS + 1, 1000)
+    x, y = random(num_rows, HIDDEN), random(num_rows, 48)
+    a, b = random(SLOTS, 1, RANK, HIDDEN), random(SLOTS, 1, 48, RANK)
+    expected = y.double() + torch.stack([update(a, b, row, 2, 0) for row in x])
+
+    wrapper.add_lora_logits(y, x, a, b, 1.0)
+
+    assert error(y, expected) < 2e-6
+
+
+def test_prompt_log_probabilities_of_a_mixed_batch_are_refused_where_an_adapter_changes_the_head(
+    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any
+) -> None:
+    wrapper.adapter_facts = {7: WITHOUT_HEAD, 9: WITH_HEAD}
+    wrapper.update_metadata(LoRAMapping(IDS, (7, 0, 9)), SLOT_IDS, SLOTS + 1, 1000)
+
+    with pytest.raises(RuntimeError, match="prompt log-probabilities"):
+        logits(wrapper, random, 2)
+
+
 class TorchExperts:
     """An experts class as vLLM's are built: hooks around two products."""
 
@@ -270,7 +319,7 @@ def test_what_lies_beyond_an_adapters_own_rank_is_not_read(random: Any, monkeypa
     monkeypatch.setattr(gpu_wrapper, "OWN_RANKS", True)
     config = SimpleNamespace(max_loras=SLOTS, max_lora_rank=RANK, specialize_active_lora=False)
     wrapper = gpu_wrapper.GpuLoraWrapper(64, 8, torch.device(DEVICE), lora_config=config)
-    wrapper.rank_of_adapter = {7: 8}
+    wrapper.adapter_facts = {7: AdapterFacts(rank=8, changes_head=False)}
     wrapper.update_metadata(LoRAMapping(IDS, (7, 0, 9)), SLOT_IDS, SLOTS + 1, 1000)
     assert wrapper.slot_ranks is not None and wrapper.slot_ranks.tolist() == [RANK, RANK, 8]
     ids, _ = routing(random)

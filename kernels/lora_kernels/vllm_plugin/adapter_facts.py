@@ -1,40 +1,54 @@
-"""Each adapter's own rank, so that a slot's rows beyond it are not read: a slot is allocated for the largest rank there may be."""
+"""What vLLM's manager knows of the adapters in its slots and a wrapper is told before a step: the own rank of each, and whether it changes
+the output head."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
 
 
-class TakesRanks(Protocol):
-    rank_of_adapter: dict[int, int]
+@dataclass(frozen=True)
+class AdapterFacts:
+    """rank: what of a slot's rank the adapter fills. changes_head: it has weights for the logits."""
+
+    rank: int
+    changes_head: bool
 
 
-def tell_own_ranks() -> None:
-    """From now on every manager of this process tells its wrappers, before a step, the rank of each adapter in a slot. Call it once."""
+def tell_adapter_facts() -> None:
+    """From now on every manager of this process tells its wrappers, before a step, of the adapters in slots. Call it once."""
     from vllm.lora.model_manager import LoRAModelManager
 
     set_mapping = LoRAModelManager._set_adapter_mapping
-    known: WeakKeyDictionary[LoRAModel, int] = WeakKeyDictionary()
+    known: WeakKeyDictionary[LoRAModel, AdapterFacts] = WeakKeyDictionary()
 
     def tell_and_set_mapping(self: LoRAModelManager, mapping: Any) -> None:
-        adapters, most = self.list_adapters(), self.lora_config.max_lora_rank
-        ranks: dict[int, int] = {}
+        adapters = self.list_adapters()
+        facts: dict[int, AdapterFacts] = {}
         for lora_id in self.lora_index_to_id:
             if lora_id in adapters:
                 adapter = adapters[lora_id]
                 if adapter not in known:
-                    known[adapter] = own_rank(adapter, most)
-                ranks[lora_id] = known[adapter]
+                    known[adapter] = AdapterFacts(own_rank(adapter, self.lora_config.max_lora_rank), changes_head(self, adapter))
+                facts[lora_id] = known[adapter]
         for wrapper in self.punica_wrapper_mapping.values():
-            wrapper.rank_of_adapter = ranks
+            wrapper.adapter_facts = facts
         set_mapping(self, mapping)
 
     LoRAModelManager._set_adapter_mapping = tell_and_set_mapping
+
+
+def changes_head(manager: "LoRAModelManager", adapter: "LoRAModel") -> bool:
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
+    heads = (name for name, module in manager.modules.items() if isinstance(module, LogitsProcessorWithLoRA))
+    return any(manager._get_lora_layer_weights(adapter, name) is not None for name in heads)
 
 
 def own_rank(adapter: "LoRAModel", most: int) -> int:

@@ -7,8 +7,8 @@ from vllm import envs
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 from vllm.platforms.cuda import CudaPlatformBase
 
+from lora_kernels.vllm_plugin.adapter_facts import tell_adapter_facts
 from lora_kernels.vllm_plugin.router_gates import serve_router_adapters
-from lora_kernels.vllm_plugin.slot_ranks import tell_own_ranks
 from lora_kernels.vllm_plugin.slots import zero_slots_on_release
 
 WRAPPER = "lora_kernels.vllm_plugin.gpu_wrapper.GpuLoraWrapper"
@@ -23,7 +23,7 @@ def install() -> None:
     _serve_seams()
     serve_router_adapters()
     zero_slots_on_release()
-    tell_own_ranks()
+    tell_adapter_facts()
 
 
 def _keep_mxfp4_weights() -> None:

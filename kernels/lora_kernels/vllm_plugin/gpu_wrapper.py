@@ -12,11 +12,12 @@ import torch
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from lora_kernels.dense_lora import TokenList, dense_lora_, needs_token_list
+from lora_kernels.dense_lora import TokenList, dense_lora_, list_tokens, needs_token_list
 from lora_kernels.launch import Overlap
 from lora_kernels.moe_lora import Routing, moe_lora_
 from lora_kernels.moe_prefill import group_tokens
 from lora_kernels.pair_groups.op import MOST_PAIRS
+from lora_kernels.vllm_plugin.adapter_facts import AdapterFacts
 from lora_kernels.vllm_plugin.expert_calls import NOTHING, Passed, W2Call, W13Call
 from lora_kernels.vllm_plugin.step_tables import NO_SLOT, StepTables, slots_of
 from lora_kernels.work_list import WorkList
@@ -84,7 +85,7 @@ class RoutedTokens:
 
 
 class GpuLoraWrapper(PunicaWrapperGPU):
-    """num_adapters: how many adapters the step's rows have. rank_of_adapter: by adapter id, of those in slots; told before a step.
+    """num_adapters: how many adapters the step's rows have. adapter_facts: by adapter id, of those in slots; told before a step.
     slot_ranks: [max_loras] int32, each slot's own rank; None where the kernels are to read whole slots."""
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any) -> None:
@@ -92,9 +93,10 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         metas = (self.token_mapping_meta, self.prompt_mapping_meta)
         self._tables = StepTables(self, metas, max_rows=max_num_batched_tokens, max_loras=self.max_loras)
         self.num_adapters = 0
-        self.rank_of_adapter: dict[int, int] = {}
+        self.adapter_facts: dict[int, AdapterFacts] = {}
         self.slot_ranks = self._tables.slot_ranks if OWN_RANKS else None
         self._tokens_by_adapter: WorkList | None = None
+        self._slots_of_head: set[int] = set()
         self._number = len(_wrappers)
         _wrappers.append(self)
 
@@ -102,9 +104,11 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         self.is_prefill = mapping.is_prefill
         tokens = slots_of(mapping.index_mapping, lora_index_to_id)
         samples = slots_of(mapping.prompt_mapping, lora_index_to_id)
-        most = self.lora_config.max_lora_rank
-        ranks = [most if lora_id is None else self.rank_of_adapter.get(lora_id, most) for lora_id in lora_index_to_id]
-        self._tables.write(tokens, samples, slot_ranks=ranks, max_loras=max_loras, vocab_size=vocab_size)
+        unknown = AdapterFacts(self.lora_config.max_lora_rank, changes_head=True)
+        facts = [self.adapter_facts.get(lora_id or 0, unknown) for lora_id in lora_index_to_id]
+        self._tables.write(tokens, samples, slot_ranks=[of.rank for of in facts], max_loras=max_loras, vocab_size=vocab_size)
+        sampled = set(samples.tolist())
+        self._slots_of_head = sampled if any(slot != NO_SLOT and facts[slot].changes_head for slot in sampled) else set()
         self._tokens_by_adapter = None
         self.indices_len[:] = [len(tokens), len(samples), len(samples), len(tokens)]
         self.num_adapters = len(set(tokens.tolist()) - {NO_SLOT})
@@ -159,6 +163,37 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         except ValueError as error:
             tell_once(f"a dense layer is served by vLLM's own LoRA kernels: {error}")
             super().add_lora_linear(y, x, tuple(a), tuple(b), 1.0, tuple(output_slices))
+
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        *,
+        buffer: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing where no adapter of the step changes the head.
+
+        Prompt log-probabilities ask for one prompt's rows and do not say whose they are; vLLM's own kernels take them for the sampled
+        ones, and where they are fewer write beyond them. Here they are answered when the whole batch has one adapter.
+
+        :raises RuntimeError: several adapters, or some and the base, one of which changes the head, and rows of which nobody can tell.
+        """
+        if not self._slots_of_head:
+            return
+        x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        if len(x) == self.indices_len[1]:
+            super().add_lora_logits(y, x, lora_a_stacked, lora_b_stacked, scale, buffer=buffer, **kwargs)
+        elif len(self._slots_of_head) == 1:
+            (slot,) = self._slots_of_head
+            slots = torch.full((len(x),), slot, dtype=torch.int32, device=x.device)
+            tokens = list_tokens(slots, num_slots=self.max_loras) if needs_token_list(len(x)) else None
+            dense_lora_(y, x, [lora_a_stacked], [lora_b_stacked], slots, token_list=tokens)
+        else:
+            raise RuntimeError("prompt log-probabilities of a mixed batch in which an adapter changes the output head")
 
     def add_lora_w13(self, *args: Any, **options: Any) -> Passed:
         """The first of what it returns is for add_lora_w2: the routing where our kernels serve, else vLLM's sorted ids."""

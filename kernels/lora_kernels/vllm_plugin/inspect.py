@@ -90,7 +90,9 @@ class WorkerInspection:
         if adapter is None:
             return []
         matched = {id(manager._get_lora_layer_weights(adapter, name)) for name in manager.modules}
-        return sorted(name for name, weights in adapter.loras.items() if id(weights) not in matched)
+        # Fused experts come as two entries, of which vLLM moves the first into the second.
+        fused = {f"{name}.base_layer" for name in manager.modules if id(adapter.loras.get(name)) in matched}
+        return sorted(name for name, weights in adapter.loras.items() if id(weights) not in matched and name not in fused)
 
     def tenantry_zero_slot(self, slot_index: int) -> bool:
         """Zeroes a free slot and reads it back: true if it is free and all zero. A slot in use is left alone: false."""

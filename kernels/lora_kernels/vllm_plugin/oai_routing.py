@@ -43,7 +43,7 @@ def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) 
     """topk_ids: [num_tokens, top_k] int, contiguous. topk_weights: the same, floating."""
     num_tokens, top_k = topk_ids.shape
     num_pairs = num_tokens * top_k
-    most_tiles = num_pairs if num_pairs <= num_experts else num_experts - 1 + -(-(num_pairs - num_experts + 1) // SMALLEST_BLOCK)
+    most_tiles, padded_pairs = _most_tiles(num_pairs, num_experts), triton.next_power_of_2(max(num_pairs, 16))
     sizes = [num_pairs] * 3 + [num_experts] + [num_experts + 1] * (1 + NUM_BLOCKS) + [most_tiles] * NUM_BLOCKS
     padded = [(size + 3) // 4 * 4 for size in sizes]
     buffer = torch.empty(sum(padded), dtype=torch.int32, device=topk_ids.device)
@@ -62,8 +62,8 @@ def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) 
         E_STRIDE=padded[3],
         E1_STRIDE=padded[4],
         E_PAD=triton.next_power_of_2(max(num_experts, 16)),
-        P_PAD=triton.next_power_of_2(max(num_pairs, 16)),
-        T_PAD=triton.next_power_of_2(max(most_tiles, 16)),
+        P_PAD=padded_pairs,
+        T_PAD=triton.next_power_of_2(max(_most_tiles(padded_pairs, num_experts), 16)),
         BLOCKS=NUM_BLOCKS,
         SMALLEST=SMALLEST_BLOCK,
         num_warps=4,
@@ -80,6 +80,11 @@ def route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) 
         first_tile=dict(zip(block_sizes, parts[5:9], strict=True)),
         tiles=dict(zip(block_sizes, parts[9:], strict=True)),
     )
+
+
+def _most_tiles(num_pairs: int, num_experts: int) -> int:
+    """Of the smallest size, however the pairs are routed."""
+    return num_pairs if num_pairs <= num_experts else num_experts - 1 + -(-(num_pairs - num_experts + 1) // SMALLEST_BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "most_tiles", "pair_stride", "tile_stride"])

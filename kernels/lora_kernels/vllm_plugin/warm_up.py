@@ -9,6 +9,7 @@ from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 from lora_kernels.vllm_plugin.gpu_wrapper import GpuLoraWrapper
+from lora_kernels.vllm_plugin.oai_experts import OaiLoraExperts
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
@@ -37,15 +38,17 @@ def warm_up(manager: "LoRAModelManager", *, most_tokens: int) -> float:
 
 def _kind(module: Any) -> tuple[object, ...]:
     """Layers that are served by the same compiled kernels."""
-    names = ("lora_a_stacked", "lora_b_stacked", "w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
-    stacks = [vars(module).get(name) for name in names]
-    shapes = [tuple(stack.shape) for stack in stacks[0] or () if isinstance(stack, torch.Tensor)] if not stacks[2] else []
-    shapes += [tuple(stack.shape) for group in stacks[1:] if isinstance(group, tuple) for stack in group]
-    return type(module), *shapes
+    names = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
+    if not isinstance(module, FusedMoEWithLoRA):
+        names = ("lora_a_stacked", "lora_b_stacked")
+    stacks = (vars(module).get(name, ()) for name in names)
+    return type(module), *(tuple(stack.shape) for group in stacks for stack in ((group,) if isinstance(group, torch.Tensor) else group))
 
 
 def _token_counts(most_tokens: int) -> list[int]:
-    return sorted({*_powers_of_two(most_tokens), *(count + 1 for count in (256, 512) if count < most_tokens), most_tokens})
+    """Tiles and paths change at powers of two, or somewhere between two of them."""
+    powers = list(_powers_of_two(most_tokens))
+    return sorted({*powers, *(power + 1 for power in powers if power < most_tokens), most_tokens})
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
@@ -77,6 +80,8 @@ def _run_experts(layer: FusedMoEWithLoRA, num_tokens: int) -> None:
         "top_k_num": context.top_k,
     }
     call |= {"w1": None, "w2": None}
+    if isinstance(experts, OaiLoraExperts):
+        experts._route(ids % context.local_num_experts, call["topk_weights"], context.local_num_experts)
     x, gate_up = torch.zeros(num_tokens, a.shape[3], **new), torch.zeros(ids.numel(), width, **new)
     sorted_ids, expert_ids, sizes, mapping = experts.apply_w13_lora(
         context, y=gate_up, x=x, topk_ids=ids % context.local_num_experts, expert_map=None, **call
