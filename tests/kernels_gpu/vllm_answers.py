@@ -4,12 +4,14 @@
 Weights and adapters are the same for both paths. Each adapter's own answers are also asked of the base with it merged.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ ROUTER = "r7"
 """Of attention and the router: vLLM's own path loads and ignores router weights, so it is compared with merged weights only."""
 RANKS = FULL | ATTENTION_ONLY | {ROUTER: 8}
 NUM_TOKENS = 12
-PROMPTS = tuple(tuple((7 * i + 3 * j * j + 11 * j + 1) % (models.VOCAB - 1) + 1 for j in range(n)) for i, n in enumerate((5, 17, 40, 9)))
+PROMPTS = tuple(tuple((7 * i + 3 * j * j + 11 * j + 1) % (models.VOCAB - 1) + 1 for j in range(n)) for i, n in enumerate((11, 17, 40, 13)))
+"""Longer than a batch has requests: vLLM's own path writes beyond the logits of a shorter prompt whose log-probabilities are asked for."""
+SHORT = tuple(prompt[:3] for prompt in PROMPTS * 2)
 LONG = tuple(tuple((7 * j * j + 13 * j + i) % (models.VOCAB - 1) + 1 for j in range(400)) for i in range(4))
 
 ALL_BASE = [Request(prompt=prompt) for prompt in PROMPTS * 2]
@@ -42,6 +46,11 @@ BATCHES: dict[str, list[Request]] = {
     **{name: [Request(prompt=prompt, adapter=name) for prompt in PROMPTS] for name in FULL},
 }
 """By name, each asked in one batch."""
+SHORT_BATCHES = {
+    "short base": [Request(prompt=prompt) for prompt in SHORT],
+    "short beside adapters": [replace(r, prompt=prompt) for r, prompt in zip(BATCHES["base beside adapters"], SHORT, strict=True)],
+}
+"""Of our path only."""
 
 
 class Program:
@@ -73,7 +82,7 @@ class Program:
         if self.path == "on" and self.mode != "eager":
             self.stage("warm-up", self.warm_up)
         compiled.clear()
-        for batch, requests in BATCHES.items():
+        for batch, requests in (BATCHES | SHORT_BATCHES if self.path == "on" else BATCHES).items():
             self.stage(batch, lambda batch=batch, requests=requests: self.answer(batch, requests))
         self.stage("again", lambda: self.answer("again", BATCHES["base beside adapters"]))
         self.document["compiled_in_requests"] = sorted(set(compiled) & _our_kernels())
@@ -125,8 +134,9 @@ class Program:
         self.adapters: dict[str, Any] = {}
         for number, (name, rank) in enumerate(RANKS.items()):
             kind = "full" if name in FULL else "router" if name == ROUTER else "attention"
-            path = self.file.with_suffix("") / name
-            models.write_adapter(path, self.case.model, seed=100 + number, rank=rank, strength=0.4 / rank**0.5, kind=kind)
+            path = self.folder / f"{self.case.model}-adapters" / name
+            with locked(path):
+                models.write_adapter(path, self.case.model, seed=100 + number, rank=rank, strength=0.4 / rank**0.5, kind=kind)
             self.adapters[name] = LoRARequest(name, number + 1, str(path))
             self.llm.llm_engine.add_lora(self.adapters[name])
 
@@ -165,6 +175,15 @@ class Program:
     def warm_up(self) -> None:
         self.document["warm_up_s"] = self.llm.collective_rpc("tenantry_warm_up")[0]
         self.answer("after warm-up", BATCHES["base beside adapters"])
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time: they share adapters."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _watch_compilations() -> list[str]:

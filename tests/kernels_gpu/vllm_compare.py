@@ -39,7 +39,7 @@ def ask(llm: Any, requests: Sequence[Request], adapters: dict[str, Any], *, num_
     """All requests in one batch."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=8, prompt_logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=20, prompt_logprobs=0)
     outputs = llm.generate(
         [{"prompt_token_ids": list(request.prompt)} for request in requests],
         params,

@@ -104,6 +104,7 @@ class Case:
     moe_backend: dict[str, str] = field(default_factory=lambda: {"off": "auto", "on": "auto"})
     can_merge: bool = True
     has_router: bool = False
+    repeatable: bool = True
 
 
 CASES = {
@@ -123,7 +124,10 @@ def write_model(folder: Path, name: str) -> Path:
 
 
 def seed_dummy_weights() -> None:
-    """From now on vLLM's dummy weights are normal (norms 1), the same for the same shapes in the same order."""
+    """From now on vLLM's dummy weights are normal (norms 1), the same for the same shapes in the same order.
+
+    Experts' are smaller: with larger ones each near tie of a router would change an answer more than an adapter does.
+    """
     import vllm.model_executor.model_loader.dummy_loader as loader
 
     @torch.no_grad()
@@ -137,7 +141,7 @@ def seed_dummy_weights() -> None:
             elif "norm" in type(layer).__name__.lower():
                 parameter.fill_(1.0)
             else:
-                parameter.normal_(0, 0.02)
+                parameter.normal_(0, 0.01 if parameter.dim() == 3 else 0.02)
 
     loader.initialize_dummy_weights = fill
 
@@ -146,6 +150,8 @@ def write_adapter(folder: Path, name: str, *, seed: int, rank: int, strength: fl
     """A PEFT adapter large enough to change most tokens. kind: of all layers (experts too), of `attention`, or of that and the `router`."""
     from safetensors.torch import save_file
 
+    if (folder / "adapter_config.json").exists():
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
