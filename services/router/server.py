@@ -5,8 +5,10 @@ import contextlib
 import logging
 import socket
 from collections.abc import Generator
+from itertools import islice
 from typing import Any, cast
 
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -15,6 +17,10 @@ from shared.errors import StartFailed
 
 _HEAD_LIMIT_BYTES = 256 * 1024  # one read of the socket may bring as much of a body with it
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_HEAD_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+_LOOKED_AT = 64  # idle connections, to find one of long standing
+_LOOK_EVERY = 5  # of uvicorn's ticks, ten a second
 
 ON_GONE = "tenantry.on_gone"  # scope key: called without arguments when the client's connection is lost
 HANG_UP = "tenantry.hang_up"  # scope key: cuts the connection at once, whatever waits to be written
@@ -60,15 +66,54 @@ class JoinedWrites:
         return getattr(self._inner, name)
 
 
+class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    head_timeout_s: float = 10.0
+    keep_alive_s: int = 75
+    max_connections: int = 16_384
+
+
 class Connection(HttpToolsProtocol):
     """A task that waits for `http.disconnect` would cost every request a task; this costs a look into the scope."""
+
+    limits = ConnectionLimits()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, JoinedWrites(transport, self.loop)))
         self._head_bytes = 0
         self._in_head = True
+        self.since_s = self.loop.time()  # it was made, or last asked something
+        self._head_due_s: float | None = self.since_s + self.limits.head_timeout_s
+        if len(self.connections) > self.limits.max_connections and not self._make_room():
+            self.transport.write(_NO_ROOM)
+            self.transport.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it is being answered."""
+        return self.cycle is None or self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
+
+    def _make_room(self) -> bool:
+        """Closes another connection on which nothing is asked, one of long standing; whether there was one."""
+        others = (cast(Connection, one) for one in self.connections if one is not self)
+        idle = list(islice((one for one in others if one.is_idle), _LOOKED_AT))
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda one: one.since_s)
+        self.connections.discard(oldest)
+        oldest.transport.close()
+        return True
+
+    def look(self, now_s: float) -> None:
+        """Ends a head that has been on its way for too long, unless an earlier request on the connection is still being answered."""
+        if self._head_due_s is None or now_s < self._head_due_s or not self.is_idle or self.transport.is_closing():
+            return
+        if self._head_bytes:
+            self.transport.write(_HEAD_TOO_SLOW)
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        if self.timeout_keep_alive_task is not None:  # which any byte ends, be it of a head or not
+            self._head_due_s = self.loop.time() + self.limits.head_timeout_s
         super().data_received(data)
         if self._in_head:
             self._head_bytes += len(data)
@@ -81,9 +126,13 @@ class Connection(HttpToolsProtocol):
         cast(dict[str, Any], self.scope)[HANG_UP] = self.transport.abort
         self._head_bytes = 0
         self._in_head = True
+        self.since_s = self.loop.time()
+        if self._head_due_s is None:
+            self._head_due_s = self.since_s + self.limits.head_timeout_s
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._head_due_s = None
         super().on_headers_complete()
         self.scope[WRITE_PIECE] = self.write_piece  # pyright: ignore[reportGeneralTypeIssues]
 
@@ -116,6 +165,13 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             cast(Connection, connection).transport.abort()
 
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _LOOK_EVERY == 0:
+            now_s = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                cast(Connection, connection).look(now_s)
+        return await super().on_tick(counter)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
@@ -141,11 +197,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def make_server(app: AsgiApp, grace_s: float) -> Server:
+def make_server(app: AsgiApp, grace_s: float, limits: ConnectionLimits) -> Server:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # our own log has a line per request
     config = uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]
-        http=Connection,
+        http=type("LimitedConnection", (Connection,), {"limits": limits}),
         ws="none",
         lifespan="off",
         loop="none",
@@ -155,7 +211,7 @@ def make_server(app: AsgiApp, grace_s: float) -> Server:
         date_header=False,
         proxy_headers=False,
         backlog=2048,
-        timeout_keep_alive=75,
+        timeout_keep_alive=limits.keep_alive_s,
         timeout_graceful_shutdown=max(1, int(grace_s) + 1),
     )
     return Server(config)

@@ -17,6 +17,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_limit_bytes: int = MAX_PAYLOAD_BYTES - ENVELOPE_HEADROOM_BYTES
     upload_limit_bytes: int = 4 << 30
     body_timeout_s: float = 120.0  # for a request's body to come whole: until then it takes one of max_concurrent
+    head_timeout_s: float = 10.0  # for a request's head to come whole, and for a new connection's first one
+    keep_alive_s: int = 75  # a connection on which nothing is asked for this long is closed
+    max_connections: int = 16_384  # beyond, one that is idle is closed for a new one, or the new one is told to come again
     max_concurrent: int = 4096  # requests in this router at once; more are 429 overloaded
     tenant_max_concurrent: int = 2048  # of these, of one tenant
     tenant_admin_max_concurrent: int = 8  # a tenant's own requests to the admin plane at once

@@ -15,7 +15,7 @@ from services.router.freshness import Doubt, Freshness
 from services.router.metrics import Metrics
 from services.router.rates import Rates
 from services.router.routes import RouteTable
-from services.router.server import Server, listen, make_server
+from services.router.server import ConnectionLimits, Server, listen, make_server
 from services.router.settings import RouterSettings
 from services.router.tend import Tender
 from services.router.trials import Trials
@@ -64,7 +64,10 @@ class Router:
         plane = DataPlane(dispatcher, self.table, freshness, usage, rates, trials, self.metrics, self.settings)
         admin = make_admin_plane(bus, self.table, freshness, self.fleet, self.settings)
         app = App(plane, admin, freshness, bus, Gate(self.metrics.answer, self.settings.admin_key_sha256))
-        server = make_server(app, self.settings.grace_s)
+        limits = ConnectionLimits(
+            head_timeout_s=settings.head_timeout_s, keep_alive_s=settings.keep_alive_s, max_connections=settings.max_connections
+        )
+        server = make_server(app, settings.grace_s, limits)
         self._gauges(plane, usage, rates, freshness, bus)
         await dispatcher.start()
         async with asyncio.TaskGroup() as tasks:
