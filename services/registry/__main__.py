@@ -12,6 +12,8 @@ from ulid import ULID
 
 from services.registry import acks
 from services.registry.adapters import AdapterService
+from services.registry.audit import AuditService
+from services.registry.audit_log import AuditLog
 from services.registry.canary import CanaryService
 from services.registry.canary_watch import CanaryWatch
 from services.registry.guarantees import GuaranteeService
@@ -45,7 +47,12 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
     """Runs until `stop` is set."""
     registry_id = settings.registry_id or f"registry-{ULID()}"
     folder = Path(settings.work_dir or tempfile.gettempdir()) / (PREFIX + registry_id)
-    store = await open_store(bus, usage_max_bytes=settings.usage_max_bytes, usage_max_age_s=settings.usage_max_age_s)
+    store = await open_store(
+        bus,
+        usage_max_bytes=settings.usage_max_bytes,
+        usage_max_age_s=settings.usage_max_age_s,
+        audit_kept_days=settings.audit_kept_days,
+    )
     closed_days = await open_objects(bus, SNAPSHOTS_BUCKET, create=True)
     mounting = Mounting(store)
     matrix = MatrixService(store)
@@ -63,13 +70,14 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
         adapters = AdapterService(store, mounting, uploads, intake, stored)
         watch = CanaryWatch(store, mounting, settings.canary_watch_s)
         canaries = CanaryService(store, mounting, watch)
+        audit = AuditService(store, AuditLog(bus))
         snapshots = Snapshots(closed_days, usage_dir)
         usage = UsageService(store, snapshots, Path(settings.usage_db or usage_dir / "usage.sqlite"))
         keeper = UsageKeeper(store, usage, snapshots, reports, settings, registry_id)
         at_end.callback(usage.close)
         async with store.mirrored(), asyncio.TaskGroup() as group:
             service = RegistryService(
-                bus, group, settings.max_requests, tenants, keys, matrix, adapters, canaries, watch, workers, reports, usage
+                bus, group, settings.max_requests, tenants, keys, matrix, adapters, canaries, watch, workers, reports, usage, audit
             )
             running = [
                 group.create_task(work)
@@ -81,7 +89,7 @@ async def serve(bus: Bus, settings: RegistrySettings, stop: Stop) -> None:
                     usage.run(),
                     keeper.run(),
                     acks.consume(store, mounting),
-                    Onboarding(store, mounting, uploads, intake).consume(),
+                    Onboarding(store, mounting, uploads, intake, AuditLog(bus)).consume(),
                 )
             ]
             await service.start()

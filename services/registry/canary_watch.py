@@ -17,7 +17,7 @@ from shared.contracts import adapters, state
 from shared.contracts.adapters import Canary, PoolEntry
 from shared.contracts.canary import VersionCounts, decode_counts
 from shared.errors import TenantryError
-from shared.policy.canary import stop, stopped_note
+from shared.policy.canary import STOPPED, stop, stopped_note
 from shared.policy.canary_stop import Counts, plus, verdict
 from shared.policy.canary_window import Readings
 from shared.policy.lifecycle import AdapterState
@@ -143,7 +143,7 @@ class CanaryWatch:
             return
         loop = asyncio.get_running_loop()
         if self._untold.for_s(canary.adapter_id, (canary.stopped, canary.resumed), loop.time()) >= _REPAIR_S:
-            await self._mounting.record(pool.pool_id, Outcome(mount=mount, state=mount.state, note=note), revision)
+            await self._mounting.record(pool.pool_id, Outcome(mount=mount, state=mount.state, action=STOPPED, note=note), revision)
 
 
 def _counts(row: VersionCounts) -> Counts:

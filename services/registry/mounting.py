@@ -6,14 +6,17 @@ so a registry may die between any two steps.
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import structlog
 
+from services.registry.audit_log import AuditLog
 from services.registry.store import Store
 from shared.bus import Entry, publish_durable
 from shared.contracts import adapters, state
 from shared.contracts.adapters import AdapterEvent, DrainAdapter, LoadAdapter, Mount, PoolEntry
+from shared.contracts.audit import REGISTRY, AuditRecord, Phase
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.state import AdapterRecord, HistoryStep
 from shared.errors import NotFound, TenantryError
@@ -23,6 +26,7 @@ from shared.policy.mounts import Change, Outcome
 log = structlog.get_logger()
 
 _HISTORY = 60
+_NOTE_LIMIT = 300
 
 Decide = Callable[[PoolEntry, int], Awaitable[Change | TenantryError | None]]
 
@@ -48,6 +52,7 @@ class Mounting:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._audit = AuditLog(store.bus)
 
     async def change(self, pool_id: str, decide: Decide, told: Told = _NOTHING) -> tuple[Change, int] | None:
         """Writes what `decide(entry, revision)` says and does what follows; None if it declines.
@@ -77,7 +82,8 @@ class Mounting:
         for mount in change.orders:
             await self.command(pool_id, mount, revision)
         for outcome in change.outcomes:
-            await self.record(pool_id, outcome, revision, told)
+            if not await self.record(pool_id, outcome, revision, told):
+                await self._tell_overtaken(outcome, revision)
 
     async def command(self, pool_id: str, mount: Mount, generation: int, repeat: str = "") -> None:
         """Tells the mount's worker. The server keeps one of several commands with the same message id (within two minutes)."""
@@ -89,8 +95,11 @@ class Mounting:
         await publish_durable(self._store.bus, subject, adapters.encode(command), message_id)
         log.info("adapter.drain_ordered" if drains else "adapter.load_ordered", adapter=mount.adapter_id, worker=mount.worker_id)
 
-    async def record(self, pool_id: str, outcome: Outcome, generation: int, told: Told = _NOTHING) -> None:
-        """The adapter's record follows the entry: the state of the newest generation counts, whoever writes it and when."""
+    async def record(self, pool_id: str, outcome: Outcome, generation: int, told: Told = _NOTHING) -> bool:
+        """The adapter's record follows the entry: the state of the newest generation counts, whoever writes it and when.
+
+        False: the record is already that new.
+        """
         mount = outcome.mount
 
         def follow(record: AdapterRecord) -> AdapterRecord | None:
@@ -111,12 +120,20 @@ class Mounting:
             )
             for state_between in outcome.through:
                 changed = stepped(changed, state_between)
-            return stepped(changed, outcome.state, outcome.note or (told.error.message if failed and told.error else ""))
+            return stepped(changed, outcome.state, outcome.note or (told.error.message if failed and told.error else ""), outcome.action)
 
         changed = await self._store.change_record(mount.adapter_id, follow)
         if changed is not None:
             for steps_ago in range(len(outcome.through), -1, -1):
                 await self.announce(changed, steps_ago=steps_ago)
+        return changed is not None
+
+    async def _tell_overtaken(self, outcome: Outcome, generation: int) -> None:
+        """What followed (a quick acknowledgement) is in the record before this; the audit has this too."""
+        record = await self._store.record(outcome.mount.adapter_id)
+        if record is not None:
+            overtaken = HistoryStep(state=outcome.state, at="", note=outcome.note, action=outcome.action)
+            await self._audit.tell(record.tenant_id, _audited(record, overtaken, f"{record.adapter_id}:{outcome.state}:{generation}"))
 
     async def settle(self, seen: AdapterRecord, event: LifecycleEvent, generation: int, error: ErrorInfo | None) -> AdapterRecord | None:
         """A record whose reservation is gone takes its end; None if it has moved since it was `seen`, or the event cannot happen to it."""
@@ -134,7 +151,7 @@ class Mounting:
         return await self._store.change_record(seen.adapter_id, end)
 
     async def announce(self, record: AdapterRecord, request: str = "", steps_ago: int = 0) -> None:
-        """The record's last step (or an earlier one) as an event; told twice it stays one."""
+        """The record's last step (or an earlier one) in the audit and as an event; told twice it stays one."""
         last = record.history[-1 - steps_ago]
         event = AdapterEvent(
             tenant=record.tenant,
@@ -150,14 +167,40 @@ class Mounting:
             note=last.note,
         )
         message_id = f"{record.adapter_id}:{last.state}:{last.at}:{request}"
+        await self._audit.tell(record.tenant_id, _audited(record, last, f"{record.adapter_id}:{last.state}:{last.at}"))
         await publish_durable(self._store.bus, adapters.event_subject(record.tenant_id), adapters.encode(event), message_id)
         log.info(f"adapter.{last.state}", adapter=record.adapter_id, tenant=record.tenant, name=record.name, version=record.version)
 
+    async def tell_again(self, seen: AdapterRecord) -> None:
+        """Whatever of the record's steps a registry may have died before telling; then the record says that all are told."""
+        for steps_ago in range(min(seen.steps - seen.told, len(seen.history)) - 1, -1, -1):
+            await self.announce(seen, steps_ago=steps_ago)
 
-def stepped(record: AdapterRecord, new: AdapterState, note: str = "") -> AdapterRecord:
+        def mark(record: AdapterRecord) -> AdapterRecord | None:
+            return msgspec.structs.replace(record, told=seen.steps) if record.told < seen.steps else None
+
+        await self._store.change_record(seen.adapter_id, mark)
+
+
+def stepped(record: AdapterRecord, new: AdapterState, note: str = "", action: str = "") -> AdapterRecord:
     """The record in its new state, with the step in its history."""
-    taken = HistoryStep(state=new, at=now(), note=note)
-    return msgspec.structs.replace(record, state=new, history=(*record.history, taken)[-_HISTORY:])
+    taken = HistoryStep(state=new, at=now(), note=note, action=action)
+    return msgspec.structs.replace(record, state=new, history=(*record.history, taken)[-_HISTORY:], steps=record.steps + 1)
+
+
+def _audited(record: AdapterRecord, taken: HistoryStep, step_id: str) -> AuditRecord:
+    what: dict[str, Any] = {"name": record.name, "version": record.version, "adapter_id": record.adapter_id, "digest": record.digest}
+    failed = taken.state in (AdapterState.FAILED, AdapterState.REJECTED) and record.error is not None
+    return AuditRecord(
+        id=step_id,
+        action=taken.action or f"adapter.{taken.state}",
+        phase=Phase.HAPPENED,
+        who=REGISTRY,
+        tenant=record.tenant,
+        what={name: value for name, value in what.items() if value} | ({"worker": record.worker_id} if record.worker_id else {}),
+        error=record.error.code if failed and record.error is not None else "",
+        note=taken.note[:_NOTE_LIMIT],
+    )
 
 
 def _detail(record: AdapterRecord) -> dict[str, int | float | str]:

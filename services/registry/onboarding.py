@@ -8,6 +8,8 @@ import asyncio
 import msgspec
 import structlog
 
+from services.registry.audit import summary
+from services.registry.audit_log import AuditLog
 from services.registry.intake import IntakeService
 from services.registry.mounting import Mounting, now
 from services.registry.store import Store
@@ -16,6 +18,7 @@ from services.registry.uploads import UploadRecords
 from shared.bus import BusUnavailable, Consumer, Delivery, Objects, publish_durable
 from shared.contracts import adapters
 from shared.contracts.adapters import AdapterEvent, OnboardAdapter
+from shared.contracts.audit import AuditRecord, Phase
 from shared.contracts.errors import to_info
 from shared.contracts.state import AdapterRecord, Intake
 from shared.errors import InvalidRequest, NotFound, NotPermitted, TenantryError
@@ -40,11 +43,12 @@ class _Upload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Onboarding:
-    def __init__(self, store: Store, mounting: Mounting, uploads: UploadRecords, intake: IntakeService) -> None:
+    def __init__(self, store: Store, mounting: Mounting, uploads: UploadRecords, intake: IntakeService, audit: AuditLog) -> None:
         self._store = store
         self._mounting = mounting
         self._uploads = uploads
         self._intake = intake
+        self._audit = audit
 
     async def consume(self) -> None:
         """For ever; a few at once, the rest wait in the stream."""
@@ -87,6 +91,7 @@ class Onboarding:
         except msgspec.MsgspecError as error:
             await self._refuse(tenant_id, None, InvalidRequest(f"not an onboarding request: {error}"), delivery)
             return None
+        await self._tell(tenant_id, request, delivery, Phase.ASKED)
         record: AdapterRecord | None = None
         upload: _Upload | None = None
         try:
@@ -101,12 +106,30 @@ class Onboarding:
                 raise
             await self._refuse(tenant_id, request, error, delivery)
         except TenantryError as error:
+            await self._tell(tenant_id, request, delivery, Phase.REFUSED, error.code)
             if record is None or await self._was_silent(record):
                 await self._refuse(tenant_id, request, error, delivery)
         else:
+            await self._tell(tenant_id, request, delivery, Phase.DONE, adapter_id=taken.adapter_id, version=taken.version)
             if taken.request != request.request or taken.adapter_id != record.adapter_id:
                 await self._mounting.announce(taken, request.request)  # an earlier upload of the same bytes: this is what it is now
         return upload
+
+    async def _tell(
+        self, tenant_id: str, request: OnboardAdapter, delivery: Delivery, phase: Phase, error: str = "", **made: str | int
+    ) -> None:  # fmt: skip
+        tenant = await self._store.tenant_of_id(tenant_id)
+        record = AuditRecord(
+            id=f"onboard:{delivery.sequence}",
+            action="onboard_adapter",
+            phase=phase,
+            who=f"tenant user {tenant.name if tenant is not None else tenant_id}",
+            tenant=tenant.name if tenant is not None else "",
+            what=summary(request),
+            result=made,
+            error=error,
+        )
+        await self._audit.tell(tenant_id, record)
 
     async def _discard(self, upload: "_Upload") -> None:
         """Taken or refused, it is needed no more; one that the tenant has put under the same name since is left."""

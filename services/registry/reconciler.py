@@ -53,6 +53,7 @@ class Reconciler:
         self._mounts = Standstill()
         self._records = Standstill()
         self._behind = Standstill()
+        self._untold = Standstill()
         self._objects = Standstill()
 
     async def beat(self) -> None:
@@ -103,6 +104,7 @@ class Reconciler:
                     await self._tend(pool_id, revision, mount, record, now_s)
         mounted = {mount_id for pool, _ in pools.values() for mount_id in pool.mounts}
         for record in records.values():
+            await self._tell_again(record, now_s)
             if record.state in COMING_IN:
                 self._resume_if_abandoned(record, now_s, group)
             elif record.state in HOLDS_RESERVATION and record.adapter_id not in mounted:
@@ -110,6 +112,7 @@ class Reconciler:
         self._mounts.keep(mounted)
         self._behind.keep(mounted)
         self._records.keep(set(records))
+        self._untold.keep(set(records))
 
     async def _tend(self, pool_id: str, revision: int, mount: Mount, record: AdapterRecord, now_s: float) -> None:
         """The record follows its mount, and the mount's worker is told again, where either has stood still for too long."""
@@ -141,6 +144,11 @@ class Reconciler:
 
         log.warning("mount.without_record", adapter=mount.adapter_id, worker=mount.worker_id)
         await self._mounting.change(pool_id, drain)
+
+    async def _tell_again(self, record: AdapterRecord, now_s: float) -> None:
+        """Steps that no registry has confirmed as told: it may have died before."""
+        if record.steps > record.told and self._untold.for_s(record.adapter_id, record.steps, now_s) >= self._settings.reconcile_s:
+            await self._mounting.tell_again(record)
 
     def _resume_if_abandoned(self, record: AdapterRecord, now_s: float, group: asyncio.TaskGroup) -> None:
         stood_s = self._records.for_s(record.adapter_id, (record.state, record.intake, len(record.history)), now_s)

@@ -8,6 +8,7 @@ import msgspec
 import structlog
 
 from services.registry.adapters import AdapterService
+from services.registry.audit import AuditService
 from services.registry.canary import CanaryService
 from services.registry.canary_watch import CanaryWatch
 from services.registry.keys import KeyService
@@ -18,6 +19,7 @@ from services.registry.usage_service import UsageService
 from services.registry.workers import WorkerService
 from shared.bus import MAX_PAYLOAD_BYTES, Bus, BusUnavailable, Message, Subscription
 from shared.contracts import admin, canary, workers
+from shared.contracts.audit import ListAudit
 from shared.contracts.errors import ErrorInfo, to_info
 from shared.contracts.usage_query import GetEngines, GetUsage
 from shared.errors import InvalidRequest, Overloaded, TenantryError
@@ -46,6 +48,7 @@ class RegistryService:
         worker_service: WorkerService,
         reports: Reports,
         usage: UsageService,
+        audit: AuditService,
     ) -> None:
         self._bus = bus
         self._group = group
@@ -53,6 +56,7 @@ class RegistryService:
         self._workers = worker_service
         self._reports = reports
         self._watch = watch
+        self._audit = audit
         self._under_way: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Subscription] = []
         self._operations: dict[type, Callable[[Any], Awaitable[Any]]] = {
@@ -85,6 +89,7 @@ class RegistryService:
             admin.RemoveWorker: worker_service.remove,
             GetUsage: usage.usage,
             GetEngines: usage.engines,
+            ListAudit: audit.listed,
         }
 
     async def start(self) -> None:
@@ -150,10 +155,10 @@ class RegistryService:
 
     async def _administer(self, data: bytes) -> Any:
         try:
-            request = admin.decode_request(data)
+            asked = admin.decode_asked(data)
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"not an operation of this version: {error}") from error
-        return await self._operations[type(request)](request)
+        return await self._audit.carried_out(asked, self._operations[type(asked.request)])
 
     async def _greet(self, data: bytes) -> Any:
         try:

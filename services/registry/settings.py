@@ -21,6 +21,7 @@ class RegistrySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_validations: int = 2
     bus_patience_s: float = 30.0
     grace_s: float = 5.0  # for requests under way when told to stop
+    audit_kept_days: int = 400  # of what was done and by whom; 0: for ever
     usage_db: str = ""  # the usage projection's SQLite file, on a disk of this registry's own; empty: made anew at every start
     usage_round_s: float = 1.0  # between looks for engines that are gone and charges that have ended
     usage_ended_s: float = 5.0  # a replaced engine's open requests are closed once nothing more has come of them for this long

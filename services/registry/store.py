@@ -25,7 +25,7 @@ from shared.bus import (
     open_bucket,
     open_objects,
 )
-from shared.contracts import adapters, rates, state, usage
+from shared.contracts import adapters, audit, rates, state, usage
 from shared.contracts.adapters import PoolEntry
 from shared.contracts.base import BaseDescription
 from shared.contracts.state import AdapterRecord, ApiKey, Matrix, Tenant
@@ -284,7 +284,7 @@ def _is_key(name: str) -> bool:
     return bool(name) and all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
 
 
-async def open_store(bus: Bus, *, usage_max_bytes: int = 0, usage_max_age_s: float = 0.0) -> Store:
+async def open_store(bus: Bus, *, usage_max_bytes: int = 0, usage_max_age_s: float = 0.0, audit_kept_days: int = 400) -> Store:
     """Everything the registry keeps, made where it is missing.
 
     The usage stream has no bound unless it is given one: its records go once they are in a snapshot (usage_service.py).
@@ -302,6 +302,7 @@ async def open_store(bus: Bus, *, usage_max_bytes: int = 0, usage_max_age_s: flo
         max_per_subject=_ONBOARDINGS_PER_TENANT,
         max_message_bytes=_ONBOARDING_BYTES,
     )
+    await ensure_stream(bus, audit.AUDIT_STREAM, audit.AUDIT_SUBJECTS, max_age_s=audit_kept_days * _DAY_S, append_only=True)
     await ensure_counters(bus, rates.RATES_STREAM, rates.RATES_SUBJECTS, rates.KEPT_S)
     await ensure_stream(bus, usage.USAGE_STREAM, usage.USAGE_SUBJECTS, max_age_s=usage_max_age_s, max_bytes=usage_max_bytes or -1)
     return Store(

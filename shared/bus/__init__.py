@@ -17,6 +17,7 @@ from shared.bus.counters import INCREMENT_HEADER, Moved, counted, decode_moved, 
 from shared.bus.follow import Stored, StreamState, follow, forget_before, stream_state
 from shared.bus.kv import Bucket, Entry, Mirror, open_bucket
 from shared.bus.objects import ObjectCorrupt, Objects, delete_objects, limit_objects, open_objects
+from shared.bus.pages import read_page
 from shared.bus.streams import Consumer, Delivery, ensure_stream, publish_durable, read_last
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "open_objects",
     "publish_durable",
     "read_last",
+    "read_page",
     "settings_from",
     "stream_state",
 ]

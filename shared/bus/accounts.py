@@ -82,8 +82,9 @@ def _user(user: NatsUser) -> str:
     password = f"${user.password_variable}" if user.password_variable else json.dumps(user.password)
     parts = [f"user: {json.dumps(user.name)}", f"password: {password}"]
     if user.permissions is not None:
+        denied = f", deny: {json.dumps(list(user.permissions.publish_denied))}" if user.permissions.publish_denied else ""
         publish = json.dumps(list(user.permissions.publish))
         subscribe = json.dumps(list(user.permissions.subscribe))
         responses = "" if user.lent is not None else ", allow_responses: true"
-        parts.append(f"permissions: {{ publish: {{ allow: {publish} }}, subscribe: {{ allow: {subscribe} }}{responses} }}")
+        parts.append(f"permissions: {{ publish: {{ allow: {publish}{denied} }}, subscribe: {{ allow: {subscribe} }}{responses} }}")
     return "{ " + ", ".join(parts) + " }"

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from shared.contracts.adapters import Canary, CanaryBy, CanaryStop, CanaryTerms, Mount, OnDeadline
+from shared.contracts.audit import ListAudit
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.state import Scope
 from shared.contracts.subjects import ROOT
@@ -253,7 +254,16 @@ AdminRequest = (
     | SetRouting
     | GetUsage
     | GetEngines
+    | ListAudit
 )
+
+
+class OnBehalf(msgspec.Struct, frozen=True, kw_only=True, tag="on_behalf"):
+    """An operation with who asks for it, as the router that let them in knows them. Without this it is nobody's in particular."""
+
+    who: str = "unknown"
+    address: str = ""
+    request: AdminRequest
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -398,4 +408,11 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
 
 encode = msgspec.json.Encoder().encode
 decode_request = msgspec.json.Decoder(AdminRequest).decode
+_decode_asked = msgspec.json.Decoder(AdminRequest | OnBehalf).decode
 decode_reply = msgspec.json.Decoder(Reply).decode
+
+
+def decode_asked(data: bytes) -> OnBehalf:
+    """An operation, with or without who asks for it."""
+    asked = _decode_asked(data)
+    return asked if isinstance(asked, OnBehalf) else OnBehalf(request=asked)

@@ -2,13 +2,16 @@
 
 import msgspec
 
-from shared.contracts import adapters, admin, canary, rates, state, tenancy, workers
+from shared.contracts import adapters, admin, audit, canary, rates, state, tenancy, workers
 from shared.contracts.subjects import ROOT, token
 
 
 class Permissions(msgspec.Struct, frozen=True, kw_only=True):
+    """`publish_denied` wins over `publish`."""
+
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
+    publish_denied: tuple[str, ...] = ()
 
 
 class Lent(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,10 +133,12 @@ REGISTRY = Permissions(
         "$KV.>",
         "$O.>",
         f"{ROOT}.adapter.>",
+        f"{ROOT}.audit.>",
         f"{ROOT}.usage.registry.>",
         "_INBOX_router.>",
         "_INBOX_worker.>",
     ),
+    publish_denied=tuple(f"$JS.API.STREAM.{verb}.{audit.AUDIT_STREAM}" for verb in ("DELETE", "PURGE", "MSG.DELETE")),
     subscribe=(
         _inbox("registry"),
         admin.ADMIN_SUBJECT,

@@ -84,6 +84,7 @@ class HistoryStep(msgspec.Struct, frozen=True, kw_only=True):
     state: AdapterState
     at: str  # RFC 3339, UTC
     note: str = ""
+    action: str = ""  # what else happened to it in this state (canary.promoted); empty: it came into the state
 
 
 class Intake(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +130,8 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     intake: Intake = Intake()
     generation: int = 0  # revision of the pool's entry that `state` was last taken from
     load_ms: float = 0.0
+    steps: int = 0  # ever taken; the newest stand in `history`
+    told: int = 0  # of them, known to be in the audit and the events
 
 
 class StoredFiles(msgspec.Struct, frozen=True, kw_only=True):

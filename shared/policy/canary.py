@@ -14,6 +14,7 @@ from shared.policy.lifecycle import AdapterState
 from shared.policy.mounts import Change, Draft
 
 WHOLE_PPM = 1_000_000
+STOPPED = "canary.stopped"
 _BOUNDS: dict[str, tuple[float, float]] = {
     "window_s": (5.0, 3600.0),
     "min_requests": (1, 1_000_000),
@@ -72,7 +73,7 @@ def change(pool: PoolEntry, tenant: str, alias: str, wanted: TermsChange, revisi
         return Change(pool=pool)
     draft = Draft(pool, revision)
     draft.canaries = _with(pool, tenant, alias, after)
-    draft.note(pool.mounts[trial.adapter_id], f"on trial{' again' if runs_again else ''}: {said(after)}")
+    draft.note(pool.mounts[trial.adapter_id], "canary.changed", f"on trial{' again' if runs_again else ''}: {said(after)}")
     return draft.done()
 
 
@@ -83,7 +84,7 @@ def stop(pool: PoolEntry, tenant: str, alias: str, seen: Canary, reason: str, re
         return None
     draft = Draft(pool, revision)
     draft.canaries = _with(pool, tenant, alias, msgspec.structs.replace(trial, stopped=reason))
-    draft.note(pool.mounts[trial.adapter_id], stopped_note(reason))
+    draft.note(pool.mounts[trial.adapter_id], STOPPED, stopped_note(reason))
     return draft.done()
 
 
@@ -111,7 +112,7 @@ def promote(
     before = draft.aliases.get(tenant, {}).get(alias, "")
     draft.aliases = {**draft.aliases, tenant: {**draft.aliases.get(tenant, {}), alias: mount.adapter_id}}
     draft.canaries = _with(pool, tenant, alias, None)
-    draft.note(mount, "promoted: it serves now")
+    draft.note(mount, "canary.promoted", "promoted: it serves now")
     if before in draft.mounts:
         draft.drain(draft.mounts[before], drain, f"version {mount.version} was promoted")
     return draft.done()

@@ -27,13 +27,14 @@ from shared.policy.lifecycle import AdapterState, IllegalTransition, LifecycleEv
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter's new state and why; `mount` is its mount after, or as it was when it left the entry.
 
-    `through`: states that it passed on the way, in the same change.
+    `through`: states that it passed on the way, in the same change. `action`: what happened to it, where its state stayed.
     """
 
     mount: Mount
     state: AdapterState
     through: tuple[AdapterState, ...] = ()
     note: str = ""
+    action: str = ""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,9 +67,9 @@ class Draft:
             self._outcomes.append(Outcome(mount=moved, state=state, note=note))
         return moved
 
-    def note(self, mount: Mount, note: str) -> None:
+    def note(self, mount: Mount, action: str, note: str) -> None:
         """Something else than its state has changed."""
-        self._outcomes.append(Outcome(mount=mount, state=mount.state, note=note))
+        self._outcomes.append(Outcome(mount=mount, state=mount.state, action=action, note=note))
 
     def order(self, mount: Mount) -> None:
         self._orders.append(mount.adapter_id)

@@ -33,9 +33,10 @@ from shared.bus import (
     open_objects,
     publish_durable,
     read_last,
+    read_page,
 )
 from shared.bus.embedded import EmbeddedNats
-from shared.contracts import adapters, admin, inference, rates, state, tenancy, usage, workers
+from shared.contracts import adapters, admin, audit, canary, inference, rates, state, tenancy, usage, workers
 from tests.waiting import until
 
 PASSWORDS = {name: f"{name}-secret" for name in ("router", "registry", "worker", "supervisor")}
@@ -106,6 +107,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     await ensure_stream(registry, adapters.EVENTS_STREAM, adapters.EVENTS_SUBJECTS)
     await ensure_stream(registry, adapters.ONBOARD_STREAM, adapters.ONBOARD_SUBJECTS)
     await ensure_stream(registry, usage.USAGE_STREAM, usage.USAGE_SUBJECTS)
+    await ensure_stream(registry, audit.AUDIT_STREAM, audit.AUDIT_SUBJECTS, append_only=True)
     await ensure_counters(registry, rates.RATES_STREAM, rates.RATES_SUBJECTS, rates.KEPT_S)
     yield made
     await made.close()
@@ -187,6 +189,7 @@ async def test_a_router_cannot_write_the_state_or_command_workers(rig: Rig) -> N
         adapters.ack_subject("loaded", "w1"),
         "$O.tenantry_artifacts.M.x",
         f"$KV.tenantry_state.{tenancy.shares_key('main', SALES)}",
+        audit.audit_subject(SALES),
         f"$JS.API.STREAM.PURGE.{rates.RATES_STREAM}",
         f"$JS.API.STREAM.UPDATE.{rates.RATES_STREAM}",
         f"$JS.API.STREAM.DELETE.{rates.RATES_STREAM}",
@@ -229,6 +232,8 @@ async def test_a_worker_cannot_write_state_or_artifacts_or_manage(rig: Rig) -> N
         admin.ADMIN_SUBJECT,
         adapters.onboard_subject(SALES),
         rates.rate_subject(SALES, rates.TOKENS, 7),
+        audit.audit_subject(SALES),
+        canary.counts_subject("r1"),
     ):
         await refused(rig, worker._client, "worker", lambda subject=subject: worker.publish(subject, b"x"))
 
@@ -271,7 +276,18 @@ async def test_a_registry_does_its_work_without_a_refusal(rig: Rig, tmp_path: Pa
     await heard(registry, workers.report_subject("w1"), lambda: worker.publish(workers.report_subject("w1"), b"report"))
     uploads = await open_objects(registry, adapters.uploads_bucket(SALES))
     assert await uploads.names() == []
-    assert rig.refusals == {"registry": [], "worker": [], SALES: []}
+    await publish_durable(registry, audit.audit_subject(SALES), b"done")
+    found, waits = await read_page(registry, audit.AUDIT_STREAM, audit.audit_subject(SALES), count=5)
+    assert ([each.data for each in found], waits) == ([b"done"], False)
+    router = await rig.service("router")
+    await heard(registry, canary.counts_subject("r1"), lambda: router.publish(canary.counts_subject("r1"), b"counts"))
+    assert rig.refusals == {"registry": [], "worker": [], "router": [], SALES: []}
+
+
+@pytest.mark.parametrize("verb", ["DELETE", "PURGE", "MSG.DELETE"])
+async def test_not_even_a_registry_takes_anything_out_of_the_audit(rig: Rig, verb: str) -> None:
+    registry = await rig.service("registry")
+    await refused(rig, registry._client, "registry", lambda: registry.publish(f"$JS.API.STREAM.{verb}.{audit.AUDIT_STREAM}", b"{}"))
 
 
 async def test_a_supervisor_only_looks(rig: Rig) -> None:
@@ -316,6 +332,8 @@ NOT_THEIRS = [
     f"$KV.{state.STATE_BUCKET}.pool.main",
     f"$KV.{state.STATE_BUCKET}.{tenancy.shares_key('main', SALES)}",
     rates.rate_subject(SALES, rates.REQUESTS, 7),
+    audit.audit_subject(SALES),
+    canary.counts_subject("r1"),
     f"$JS.API.STREAM.PURGE.{rates.RATES_STREAM}",
     admin.ADMIN_SUBJECT,
     workers.HELLO_SUBJECT,

@@ -23,6 +23,7 @@ from shared.policy.placement import slots_held
 from tests import adapters_factory as factory
 from tests.integration.registry_rig import BASE, SLOT_BYTES, Admin, FakeWorker, obeying
 from tests.integration.test_registry_adapters import adapter
+from tests.integration.test_registry_audit import all_is_told, records_of
 from tests.waiting import until_async
 
 ENDS = frozenset({AdapterState.READY, AdapterState.UNLOADED, AdapterState.FAILED, AdapterState.REJECTED})
@@ -74,11 +75,6 @@ async def answers(manager: Admin) -> bool:
     except TenantryError:
         return False
     return True
-
-
-async def records_of(bus: Bus) -> list[AdapterRecord]:
-    catalog = await open_bucket(bus, state.CATALOG_BUCKET)
-    return [state.decode_record(entry.value) for key in await catalog.keys(state.ADAPTER_PREFIX) if (entry := await catalog.get(key))]
 
 
 async def quiet(manager: Admin) -> None:
@@ -172,6 +168,7 @@ async def test_a_registry_killed_at_random_moments_loses_nothing_and_leaves_noth
         manager.patience_s = 20.0
         await quiet(manager)
         await nothing_is_half_done(manager, quotas)
+        await all_is_told(manager)
         known = {(record.tenant, record.name, record.digest) for record in await records_of(manager.bus)}
         assert accepted <= known
         final = (

@@ -12,6 +12,7 @@ from shared.bus import Message, Objects, open_objects
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import admin
 from shared.contracts.adapters import STAGING_BUCKET, CanaryBy, CanaryStop, CanaryTerms, OnDeadline
+from shared.contracts.audit import ListAudit
 from shared.contracts.errors import ErrorInfo
 from shared.policy.limits import BOUNDS
 from tests.router_fakes import ADMIN_KEY, SALES_KEY, Cluster, cluster, until
@@ -26,12 +27,14 @@ class Office:
         self.cluster = cluster
         self.staging = staging
         self.heard: list[admin.AdminRequest] = []
+        self.asked_by: list[tuple[str, str]] = []  # (who, address)
         self.staged: list[bytes] = []
         self.reply = admin.Reply(result={"ok": True})
 
     async def hear(self, message: Message) -> None:
-        request = admin.decode_request(message.data)
-        self.heard.append(request)
+        asked = admin.decode_asked(message.data)
+        self.heard.append(asked.request)
+        self.asked_by.append((asked.who, asked.address))
         await self.cluster.registry.bus.publish(message.reply, admin.encode(self.reply))
 
 
@@ -108,6 +111,13 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
             {"deadline_s": 5, "on_deadline": "wait"},
             admin.RollBackCanary(tenant="hr", name="tone", deadline_s=5, on_deadline=OnDeadline.WAIT),
         ),
+        (
+            "GET",
+            "/audit?tenant=hr&action=canary.*&since=2026-11-30T00:00:00Z&after=7&limit=5",
+            None,
+            ListAudit(tenant="hr", action="canary.*", since="2026-11-30T00:00:00Z", after=7, limit=5),
+        ),
+        ("GET", "/audit/hr", None, ListAudit(tenant="hr", own=True)),
         ("GET", "/events?tenant=hr&limit=3", None, admin.ListEvents(tenant="hr", limit=3)),
         ("GET", "/matrix", None, admin.GetMatrix()),
         ("POST", "/matrix/labels", {"label": "a/b@v1", "base": "x@1"}, admin.SetLabel(label="a/b@v1", base="x@1")),
@@ -131,6 +141,7 @@ async def test_each_operation_reaches_the_registry_as_itself(
     assert response.status_code in {200, 201}
     assert response.json() == {"ok": True}
     assert office.heard == [heard]
+    assert office.asked_by == [("operator", "127.0.0.1")]
 
 
 async def test_the_admin_plane_has_its_own_credential(running: Cluster, office: Office) -> None:

@@ -65,6 +65,7 @@ async def test_a_key_without_the_scope_infer_is_told_what_it_needs_and_has(runni
         ("PATCH", "/canaries/sales/tone", "adapters"),
         ("POST", "/canaries/sales/tone/promote", "adapters"),
         ("POST", "/canaries/sales/tone/rollback", "adapters"),
+        ("GET", "/audit/sales", "admin"),
         ("GET", "/tenants/sales", "admin"),
         ("GET", "/tenants/sales/keys", "admin"),
         ("POST", "/tenants/sales/keys", "admin"),
@@ -85,6 +86,8 @@ async def test_what_a_tenants_own_key_may_do_of_the_admin_plane(
     done = await running.client.request(method, f"/admin/v1{path}", json=body, headers=bearer(OWN))
     assert done.status_code in {200, 201}
     assert len(office.heard) == 1
+    assert office.asked_by[0][0].startswith("key "), "not as the operator"
+    assert office.asked_by[0][1] == "127.0.0.1"
     tenants = [getattr(office.heard[0], name, None) for name in ("tenant", "name", "tenants")]
     assert "sales" in tenants or ("sales",) in tenants
 

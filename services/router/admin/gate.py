@@ -10,7 +10,8 @@ from fastapi.responses import Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from services.router.admin import adapters, canary, cluster, keys, tenants
+from services.router.admin import adapters, audit, canary, cluster, keys, tenants
+from services.router.admin.actor import current_actor, operator_of
 from services.router.admin.adding import Adding
 from services.router.admin.registry_client import RegistryClient
 from services.router.admin.tenant_door import TenantDoor, tenant_of
@@ -44,6 +45,7 @@ class Gate:
             if self._door is not None and tenant_of(scope):
                 await self._door.through(self._inner, scope, receive, send)
             else:
+                current_actor.set(operator_of(scope))
                 await self._inner(scope, receive, send)
             return
         status = status_of(refusal)
@@ -87,6 +89,7 @@ def make_admin_plane(bus: Bus, table: RouteTable, freshness: Freshness, fleet: F
     adding = Adding(registry, bus, settings)
     app.include_router(adapters.make_routes(registry, adding, settings), prefix=PREFIX)
     app.include_router(canary.make_routes(registry, adding), prefix=PREFIX)
+    app.include_router(audit.make_routes(registry), prefix=PREFIX)
     app.include_router(cluster.make_routes(registry, table, fleet, bus), prefix=PREFIX)
     app.add_exception_handler(TenantryError, _told)
     app.add_exception_handler(RequestValidationError, _invalid)

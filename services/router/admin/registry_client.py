@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from services.router.admin.actor import current_actor
 from shared.bus import Bus, BusUnavailable, NoResponder, RequestTimeout
-from shared.contracts.admin import ADMIN_SUBJECT, AdminRequest, decode_reply, encode
+from shared.contracts.admin import ADMIN_SUBJECT, AdminRequest, OnBehalf, decode_reply, encode
 from shared.contracts.errors import to_error
 from shared.errors import InvalidRequest, RegistryUnavailable
 
@@ -11,7 +12,7 @@ _TIMEOUT_S = 10.0
 
 
 class RegistryClient:
-    """Any registry may answer."""
+    """Any registry may answer. It is told who asks: the actor of this context."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -26,7 +27,8 @@ class RegistryClient:
         if not self._bus.connected:
             raise RegistryUnavailable("the bus cannot be reached now", retry_after_s=1.0)
         try:
-            asked = encode(request)
+            actor = current_actor.get()
+            asked = encode(OnBehalf(who=actor.who, address=actor.address, request=request))
         except OverflowError as error:
             raise InvalidRequest("a number of the request is larger than any that means something here") from error
         try:

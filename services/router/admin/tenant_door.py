@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from services.router.admin.actor import current_actor, key_of
 from services.router.asgi import AsgiApp, Event, Receive, Scope, Send
 from services.router.crowd import Crowd
 from services.router.freshness import Freshness
@@ -24,10 +25,12 @@ _OPEN = tuple(
         ({"GET"}, f"/canaries/{_SEGMENT}", state.Scope.ADAPTERS),
         ({"GET", "POST", "PATCH"}, f"/canaries/{_SEGMENT}/[^/]+", state.Scope.ADAPTERS),
         ({"POST"}, f"/canaries/{_SEGMENT}/[^/]+/(?:promote|rollback)", state.Scope.ADAPTERS),
+        ({"GET"}, f"/audit/{_SEGMENT}", state.Scope.ADMIN),
         ({"GET"}, f"/tenants/{_SEGMENT}", state.Scope.ADMIN),
         ({"GET", "POST"}, f"/tenants/{_SEGMENT}/keys", state.Scope.ADMIN),
         ({"DELETE"}, f"/tenants/{_SEGMENT}/keys/[^/]+", state.Scope.ADMIN),
         ({"POST"}, f"/tenants/{_SEGMENT}/keys/[^/]+/rotate", state.Scope.ADMIN),
+        ({"GET"}, "/usage()", state.Scope.ADMIN),  # names no tenant: the key's own
     )
 )
 
@@ -62,6 +65,8 @@ class TenantDoor:
             return InvalidKey("the admin key is not valid")
         except TenantryError as error:
             return error
+        if not tenant and not key.gateway:
+            tenant = key.tenants[0]
         if tenant not in self._table.speaks.get(key.key_id, ()) or tenant not in self._table.tenants:
             return NotFound("there is nothing of that name, or this key may not see it")
         try:
@@ -69,6 +74,7 @@ class TenantDoor:
         except Overloaded as error:
             return error
         scope[TENANT] = tenant
+        current_actor.set(key_of(scope, key.prefix or key.key_id))
         return None
 
     async def through(self, inner: AsgiApp, scope: Scope, receive: Receive, send: Send) -> None:
