@@ -7,8 +7,10 @@ import typer
 from services.cli import adapters, canary, matrix, tenants
 from services.cli.apply_command import apply_file
 from services.cli.ask import ask
+from services.cli.audit import audit
 from services.cli.nats_config import nats_config
 from services.cli.output import print_error
+from services.cli.statement import statement
 from services.cli.top import top
 from services.cli.up import up
 from shared.errors import TenantryError
@@ -23,6 +25,8 @@ app.command("up")(up)
 app.command("apply")(apply_file)
 app.command("ask")(ask)
 app.command("top")(top)
+app.command("audit")(audit)
+app.command("statement")(statement)
 app.command("nats-config")(nats_config)
 app.add_typer(tenants.app, name="tenant")
 app.add_typer(adapters.app, name="adapter")

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from services.cli.admin_http import AdminHttp, ClientError, Progress, present
+from services.cli.audit_calls import AuditCalls
 from services.cli.canary_calls import CanaryCalls
 from shared.contracts.adapters import AdapterEvent
 from shared.contracts.admin import AdapterView, KeyView, TenantView
@@ -22,7 +23,7 @@ __all__ = ["MB", "Client", "ClientError"]
 MB = 1024 * 1024
 
 
-class Client(CanaryCalls, AdminHttp):
+class Client(CanaryCalls, AuditCalls, AdminHttp):
     """Safe for one thread. Every method raises ClientError; results are the contracts' views."""
 
     # tenants and keys
