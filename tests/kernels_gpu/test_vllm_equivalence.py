@@ -202,6 +202,6 @@ def test_warming_up_changes_no_answer(ours: dict[str, Any], run: tuple[str, str]
 
 
 def test_after_a_warm_up_no_request_compiles_a_kernel_of_ours(ours: dict[str, Any], run: tuple[str, str]) -> None:
-    if run[1] == "eager":
-        pytest.skip("there the warm-up comes last, to show what serving needs first")
+    if run[1] != "compiled":
+        pytest.skip("eager: the warm-up comes last there; two GPUs: kernels are compiled in other processes")
     assert part(ours, "compiled_in_requests") == []

@@ -12,7 +12,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from lora_kernels.dense_lora import TokenList, dense_lora_, list_tokens, needs_token_list
+from lora_kernels.dense_lora import TokenList, dense_lora_, needs_token_list
 from lora_kernels.launch import Overlap
 from lora_kernels.moe_lora import Routing, moe_lora_
 from lora_kernels.moe_prefill import group_tokens
@@ -189,9 +189,7 @@ class GpuLoraWrapper(PunicaWrapperGPU):
             super().add_lora_logits(y, x, lora_a_stacked, lora_b_stacked, scale, buffer=buffer, **kwargs)
         elif len(self._slots_of_head) == 1:
             (slot,) = self._slots_of_head
-            slots = torch.full((len(x),), slot, dtype=torch.int32, device=x.device)
-            tokens = list_tokens(slots, num_slots=self.max_loras) if needs_token_list(len(x)) else None
-            dense_lora_(y, x, [lora_a_stacked], [lora_b_stacked], slots, token_list=tokens)
+            y += (x @ lora_a_stacked[slot, 0].T @ lora_b_stacked[slot, 0].T).to(y.dtype)
         else:
             raise RuntimeError("prompt log-probabilities of a mixed batch in which an adapter changes the output head")
 
