@@ -1,4 +1,4 @@
-"""What every launch shares: the kinds of programmatic dependent launch, and whether the device has it."""
+"""What every launch shares: the kinds of programmatic dependent launch, and what the device has that the interpreter lacks."""
 
 import functools
 import os
@@ -39,3 +39,8 @@ def launch_options(overlap: Overlap, *, num_warps: int) -> dict[str, int | bool]
     if overlap:
         options["launch_pdl"] = True
     return options
+
+
+def widens_by_ptx(like: torch.Tensor) -> bool:
+    """Whether kernels on such tensors turn bfloat16 into float32 by inline assembly: the same bits, and the interpreter has none."""
+    return like.is_cuda and like.dtype == torch.bfloat16

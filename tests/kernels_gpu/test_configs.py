@@ -47,6 +47,11 @@ def test_lower_ranks_beside_a_tuned_one_get_its_tiles(folder: Path, rank: int) -
     assert tiles_for(shape(4, rank=rank), CPU) == Tiles(path="pairs", block=256, num_warps=8)
 
 
+def test_half_a_tuned_rank_keeps_the_rows_of_a_that_a_program_takes(folder: Path) -> None:
+    (folder / file_name("cpu")).write_text(json.dumps({"entries": [entry(4, num_warps=8, r_parts=4)]}))
+    assert [tiles_for(shape(4, rank=rank), CPU).r_parts for rank in (32, 16)] == [4, 2]
+
+
 def test_twice_a_tuned_rank_gets_the_rules_tiles_by_pair(folder: Path) -> None:
     (folder / file_name("cpu")).write_text(json.dumps({"entries": [entry(4, num_warps=8)]}))
     assert tiles_for(shape(4, rank=64), CPU) == default_tiles(shape(4, rank=64))

@@ -29,7 +29,10 @@ OVERLAPS = [Overlap.NONE, Overlap.INPUTS_FRESH, Overlap.IDS_SETTLED] if can_over
 PAIRS = (Tiles(path="pairs", block=32, steps=2), Tiles(path="pairs", block=32))
 WIDE = (Tiles(path="pairs", block=128, steps=2), Tiles(path="pairs", block=16))
 GROUPS = (Tiles(path="groups", block=32, steps=2, stages=2), Tiles(path="groups", block=32, steps=2, stages=2))
+SHARED = (Tiles(path="pairs", block=32, steps=3, r_parts=4), Tiles(path="pairs", block=16, steps=3))
+"""Programs by pair that share A's rows, or take several blocks of B."""
 PATHS = [pytest.param(PAIRS, id="pairs"), pytest.param(GROUPS, id="groups")]
+ALL = [*PATHS, pytest.param(SHARED, id="shared")]
 TWO_SLICES = Layer(slots=4, experts=5, top_k=2, k=104 * SCALE, widths=(48 * SCALE, 48 * SCALE), idle=(3,))
 INTERLEAVED = Layer(slots=4, experts=4, top_k=2, k=72 * SCALE, widths=(80 * SCALE,), idle=(3,))
 
@@ -78,7 +81,7 @@ def check(out: torch.Tensor, batch: Batch, weights: Weights, *, weighted: bool =
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tiles", PATHS)
+@pytest.mark.parametrize("tiles", ALL)
 @pytest.mark.parametrize("layer", [TWO_SLICES, INTERLEAVED], ids=["two slices", "interleaved"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["w13", "w2"])
 def test_pairs_get_their_adapters_delta_and_base_rows_keep_their_bits(
@@ -90,7 +93,7 @@ def test_pairs_get_their_adapters_delta_and_base_rows_keep_their_bits(
         check(run(batch, weights, layer, tiles, weighted=weighted, overlap=overlap), batch, weights, weighted=weighted)
 
 
-@pytest.mark.parametrize("tiles", PATHS)
+@pytest.mark.parametrize("tiles", ALL)
 @pytest.mark.parametrize("slots", [[], [1], [0, 0, 0, 0, 0, 0, 1], [2, 1, 0, -1] * 4 + [3]], ids=["T=0", "T=1", "T=7", "T=17"])
 def test_any_number_of_tokens_works(tiles: tuple[Tiles, Tiles], slots: list[int]) -> None:
     layer = replace(INTERLEAVED, idle=())
@@ -114,7 +117,7 @@ def test_a_batch_of_base_rows_alone_after_one_with_adapters_keeps_every_bit(tile
         check(run(batch, weights, INTERLEAVED, tiles), batch, weights)
 
 
-@pytest.mark.parametrize("tiles", PATHS)
+@pytest.mark.parametrize("tiles", ALL)
 @pytest.mark.parametrize("rank", [1, 8, 24, 64] + ([16, 128, 256] if ON_GPU else []))
 def test_any_rank_of_the_stacks_works(tiles: tuple[Tiles, Tiles], rank: int) -> None:
     layer = replace(INTERLEAVED, rank=rank)
@@ -123,7 +126,7 @@ def test_any_rank_of_the_stacks_works(tiles: tuple[Tiles, Tiles], rank: int) -> 
     check(run(batch, weights, layer, (None, None)), batch, weights)
 
 
-@pytest.mark.parametrize("tiles", PATHS)
+@pytest.mark.parametrize("tiles", ALL)
 @pytest.mark.parametrize("ranks", [(8, 64, 16, 64), (4, 1, 40, 33)], ids=["multiples of 8", "others"])
 def test_nothing_beyond_a_slots_own_rank_is_used(tiles: tuple[Tiles, Tiles], ranks: tuple[int, ...]) -> None:
     layer = replace(TWO_SLICES, rank=64, ranks=ranks, idle=())
@@ -131,7 +134,7 @@ def test_nothing_beyond_a_slots_own_rank_is_used(tiles: tuple[Tiles, Tiles], ran
     check(run(batch, weights, layer, tiles), batch, weights)
 
 
-@pytest.mark.parametrize("tiles", PATHS)
+@pytest.mark.parametrize("tiles", ALL)
 def test_a_disabled_adapters_rows_keep_their_bits_though_its_weights_are_nan(tiles: tuple[Tiles, Tiles]) -> None:
     layer = replace(INTERLEAVED, idle=(1,))
     enabled = torch.tensor([1, 0, 1, 1, 1], dtype=torch.int32, device=DEVICE)
@@ -156,7 +159,7 @@ def test_ids_out_of_range_count_as_no_adapter(tiles: tuple[Tiles, Tiles]) -> Non
     assert same_bits(run(wild, weights, TWO_SLICES, tiles), batch.base)
 
 
-@pytest.mark.parametrize("tiles", PATHS)
+@pytest.mark.parametrize("tiles", ALL)
 @pytest.mark.parametrize("shared", ["a", "b", "both"])
 def test_adapters_that_share_their_outer_matrices_over_the_experts_work(tiles: tuple[Tiles, Tiles], shared: str) -> None:
     layer = replace(TWO_SLICES, shared_a=shared != "b", shared_b=shared != "a")
@@ -172,7 +175,7 @@ def test_odd_numbers_of_experts_and_choices_work(tiles: tuple[Tiles, Tiles], exp
     check(run(batch, weights, layer, tiles), batch, weights)
 
 
-@pytest.mark.parametrize("tiles", [*PATHS, pytest.param(WIDE, id="wide steps")])
+@pytest.mark.parametrize("tiles", [*ALL, pytest.param(WIDE, id="wide steps")])
 @pytest.mark.parametrize(("k", "n"), [(90, 45), (2880, 90), (100, 130)])
 def test_lengths_that_are_no_multiple_of_a_tile_work(tiles: tuple[Tiles, Tiles], k: int, n: int) -> None:
     tiles = (replace(tiles[0], block=tiles[0].block * (16 if k > 1000 else 1)), tiles[1])
@@ -189,7 +192,7 @@ def test_one_hot_cell_longer_than_a_group_works(tiles: tuple[Tiles, Tiles]) -> N
     check(run(batch, weights, layer, tiles), batch, weights)
 
 
-@pytest.mark.parametrize("tiles", PATHS)
+@pytest.mark.parametrize("tiles", ALL)
 def test_two_runs_give_the_same_bits_whatever_neighbours_the_rows_have(tiles: tuple[Tiles, Tiles]) -> None:
     weights, batch = make_weights(TWO_SLICES, DTYPES[0], DEVICE), make_batch(TWO_SLICES, [0, 2, 0, 1], DTYPES[0], DEVICE)
     first = run(batch, weights, TWO_SLICES, tiles)
@@ -261,11 +264,25 @@ def test_lengths_of_batches_compile_nothing_new() -> None:
     counts = []
     for tokens in (3, 1, 8, 16, 17, 33):
         batch = make_batch(INTERLEAVED, [i % 3 for i in range(tokens)], DTYPES[0], DEVICE)
-        for tiles in (PAIRS, WIDE, GROUPS):
+        for tiles in (PAIRS, WIDE, SHARED, GROUPS):
             run(batch, weights, INTERLEAVED, tiles)
         counts.append(compiled())
     assert counts[0] > 0
     assert len(set(counts)) == 1
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter has no inline assembly")
+@pytest.mark.parametrize("tiles", [PAIRS, WIDE, SHARED], ids=["pairs", "wide steps", "shared"])
+def test_inline_assembly_changes_nothing_but_time(tiles: tuple[Tiles, Tiles], monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, batch = make_weights(TWO_SLICES, torch.bfloat16, DEVICE), make_batch(TWO_SLICES, [0, 2, -1, 1], torch.bfloat16, DEVICE)
+    found = []
+    for on in (True, False):
+        for op in ("moe_shrink", "moe_expand"):
+            monkeypatch.setattr(f"lora_kernels.{op}.op.widens_by_ptx", lambda _, on=on: on)
+        found.append(run(batch, weights, TWO_SLICES, tiles))
+        check(found[-1], batch, weights)
+    used = ~batch.unused.cpu()
+    assert relative_error(found[0].flatten(0, 1).cpu()[used], found[1].flatten(0, 1).cpu()[used]) < ERROR_BOUND[torch.bfloat16] / 10
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")

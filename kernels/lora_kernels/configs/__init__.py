@@ -53,7 +53,8 @@ class Tiles:
     """path: one program a row ("pairs"), or one for rows that share weights: "groups" of expert layers, "slots" of dense ones.
 
     "list" is for dense layers at prefill. block: elements of K a step (shrink), rows of B (expand). steps: blocks of K a program
-    walks, the rest is split; blocks of B it walks on paths "groups" and "list". rows: tokens a program takes at a time ("slots", "list").
+    walks, the rest is split; blocks of B it walks on all paths but "slots". rows: tokens a program takes at a time ("slots", "list").
+    r_parts: programs that share the rows of A, of a shrink by pair.
     """
 
     path: str
@@ -62,6 +63,7 @@ class Tiles:
     num_warps: int = 4
     stages: int = 1
     rows: int = 16
+    r_parts: int = 1
 
 
 def tiles_for(shape: Shape, device: torch.device) -> Tiles:
@@ -121,7 +123,9 @@ def _choose(shape: Shape, gpu: str, user_folder: str) -> Tiles:
 
 def _for_rank(tiles: Tiles, times: int, rule: Tiles) -> Tiles:
     """An entry's tiles at twice its rank: a program holds as much as before, or, by pair, as much as the rule says (22.6 against 29 us
-    for 8 tokens of GPT-OSS at rank 64). At a lower rank they are as they were."""
+    for 8 tokens of GPT-OSS at rank 64). At half its rank as many rows of A as before."""
+    if times < 1:
+        return replace(tiles, r_parts=max(1, tiles.r_parts // 2))
     if times <= 1 or tiles.block < 32 * times:
         return tiles
     if tiles.path == rule.path == "pairs":
@@ -219,7 +223,7 @@ def _entry(file: Path, where: str, entry: Any) -> tuple[Shape, Tiles]:
     tiles = _fields(Tiles, file, f"{where}.tiles", entry.get("tiles"))
     if tiles.path not in PATHS[shape.op]:
         raise ConfigError(f"{file}: {where}.tiles.path: expected one of {', '.join(PATHS[shape.op])}, given {tiles.path!r}")
-    for key, limits in {"block": (16, 4096), "num_warps": (1, 32), "rows": (16, 256)}.items():
+    for key, limits in {"block": (16, 4096), "num_warps": (1, 32), "rows": (16, 256), "r_parts": (1, 16)}.items():
         value = getattr(tiles, key)
         if not limits[0] <= value <= limits[1] or value & (value - 1):
             raise ConfigError(f"{file}: {where}.tiles.{key}: expected a power of two in [{limits[0]}, {limits[1]}], given {value}")

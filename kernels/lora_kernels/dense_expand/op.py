@@ -10,7 +10,7 @@ from lora_kernels.configs import Tiles, padded_rank
 from lora_kernels.dense_expand.kernel import expand_list_kernel, expand_slots_kernel
 from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, rank_block, runs_of, tokens_a_program
 from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
-from lora_kernels.launch import Overlap, launch_options, overlap_on
+from lora_kernels.launch import Overlap, launch_options, overlap_on, widens_by_ptx
 from lora_kernels.moe_expand.kernel import expand_pairs_kernel
 from lora_kernels.slices import blocks_of, slice_constants, widths_of
 
@@ -55,7 +55,7 @@ def dense_expand_(
     overlap = overlap_on(out.device, overlap)
     splits = partials.shape[0]
     b0, b1, b2 = three(lora_b)
-    steps = min(tiles.steps, triton.cdiv(max(widths), tiles.block)) if tiles.path == "list" else 1
+    steps = min(tiles.steps, triton.cdiv(max(widths), tiles.block)) if tiles.path != "slots" else 1
     run = tiles.block * steps
     blocks = blocks_of(widths, run)
     constants = slice_constants(widths, rank, block=run)
@@ -87,7 +87,7 @@ def dense_expand_(
         expand_pairs_kernel[(num_tokens, blocks)](
             partials, b0, b1, b2, out, partials, token_slots, token_slots, token_slots, ranks, num_tokens, slots, splits,
             TOP_K=1, EXPERTS=0, B_EXPERTS=1, SPLITS_PAD=triton.next_power_of_2(splits),
-            HAS_WEIGHTS=False, HAS_ENABLED=False, **constants, **options,
+            STEPS=steps, HAS_WEIGHTS=False, HAS_ENABLED=False, PTX=widens_by_ptx(out), **constants, **options,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from lora_kernels.configs import Tiles, padded_rank
 from lora_kernels.dense_shrink.kernel import shrink_list_kernel, shrink_slots_kernel
 from lora_kernels.dense_shrink.paths import dense_tiles, groups_padded, rank_block, runs_of, tokens_a_program
 from lora_kernels.dense_shrink.token_list import TokenList, check_token_list
-from lora_kernels.launch import Overlap, launch_options, overlap_on
+from lora_kernels.launch import Overlap, launch_options, overlap_on, widens_by_ptx
 from lora_kernels.moe_shrink.kernel import shrink_pairs_kernel
 
 WIDE_ROWS = 64
@@ -86,8 +86,9 @@ def dense_shrink(
             BLOCK_R=rank_block(rank), TOKENS=tokens, ROWS=min(tiles.rows, tokens), STAGES=tiles.stages, **constants, **options,
         )  # fmt: skip
     else:
-        shrink_pairs_kernel[(num_tokens * slices, splits)](
+        shrink_pairs_kernel[(num_tokens * slices, splits * tiles.r_parts)](
             x, a0, a1, a2, partials, token_slots, token_slots, token_slots, ranks, num_tokens, slots,
-            TOP_K=1, PAIRS_PER_ROW=1, EXPERTS=0, A_EXPERTS=1, HAS_ENABLED=False, **constants, **options,
+            TOP_K=1, PAIRS_PER_ROW=1, EXPERTS=0, A_EXPERTS=1, R_PARTS=tiles.r_parts, HAS_ENABLED=False, PTX=widens_by_ptx(x),
+            **constants, **options,
         )  # fmt: skip
     return partials

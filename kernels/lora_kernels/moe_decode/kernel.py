@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lora_kernels.moe_prefill.activation import activate
-from lora_kernels.moe_shrink.kernel import rank_of, weights_of
+from lora_kernels.moe_shrink.kernel import rank_of, weights_of, widen
 
 
 @triton.jit
@@ -73,6 +73,7 @@ def expand_activate_kernel(
     FAST: tl.constexpr,
     HAS_ENABLED: tl.constexpr,
     HAS_RANKS: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid [num_pairs, blocks of N]: activated columns of one pair, and their part of the w2 shrink."""
@@ -103,17 +104,17 @@ def expand_activate_kernel(
             gdc_launch_dependents()
         if GPT_OSS:
             h = sum_partials(partials_ptr, num_pairs, pair, 0, splits, rank, used, 1, R_PAD, SPLITS_PAD)
-            new = tl.where(used, old + tl.sum(b.to(tl.float32) * h[None, :], axis=1), old)
+            new = tl.where(used, old + tl.sum(widen(b, PTX) * h[None, :], axis=1), old)
             gate, up = tl.split(tl.reshape(new, (BLOCK_N, 2)))
         else:
             h = sum_partials(partials_ptr, num_pairs, pair, 0, splits, rank, used, 2, R_PAD, SPLITS_PAD)
-            gate = tl.where(used, gate + tl.sum(b_gate.to(tl.float32) * h[None, :], axis=1), gate)
+            gate = tl.where(used, gate + tl.sum(widen(b_gate, PTX) * h[None, :], axis=1), gate)
             h = sum_partials(partials_ptr, num_pairs, pair, 1, splits, rank, used, 2, R_PAD, SPLITS_PAD)
-            up = tl.where(used, up + tl.sum(b_up.to(tl.float32) * h[None, :], axis=1), up)
+            up = tl.where(used, up + tl.sum(widen(b_up, PTX) * h[None, :], axis=1), up)
         act = activate(gate, up, GPT_OSS, FAST).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + pair.to(tl.int64) * N + n, act, mask=n < N)
         act = tl.where(n < N, act, 0.0)  # of a NaN beyond the row, were there one
-        part = tl.sum(down_a.to(tl.float32) * act.to(tl.float32)[None, :], axis=1)
+        part = tl.sum(widen(down_a, PTX) * act.to(tl.float32)[None, :], axis=1)
         to = down_partials_ptr + (tl.program_id(1).to(tl.int64) * num_pairs + pair) * R_PAD + r
         tl.store(to, part, mask=(r < R_PAD) & used)
     else:
@@ -145,6 +146,7 @@ def expand_sum_kernel(
     BLOCK_N: tl.constexpr,
     HAS_ENABLED: tl.constexpr,
     HAS_RANKS: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid [num_tokens, blocks of N]: the sum over the token's choices, in their order; experts that live elsewhere are left out."""
@@ -177,7 +179,7 @@ def expand_sum_kernel(
         pair = token * TOP_K + choice
         h = sum_partials(partials_ptr, num_pairs, pair, 0, splits, ranks[choice], uses[choice], 1, R_PAD, SPLITS_PAD) * weights[choice]
         h = tl.where(uses[choice], h, 0.0)
-        delta += tiles[choice].to(tl.float32) * h[None, :]
+        delta += widen(tiles[choice], PTX) * h[None, :]
         total += olds[choice].to(tl.float32)
     total += tl.sum(delta, axis=1)
     tl.store(out_ptr + token.to(tl.int64) * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)

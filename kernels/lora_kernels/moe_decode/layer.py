@@ -7,7 +7,7 @@ import triton
 
 from lora_kernels.arguments import DTYPES, GRID_LIMIT, check, check_routing, check_slots, check_stacks, check_tensor
 from lora_kernels.configs import Tiles, padded_rank
-from lora_kernels.launch import Overlap, launch_options, overlap_on
+from lora_kernels.launch import Overlap, launch_options, overlap_on, widens_by_ptx
 from lora_kernels.moe_decode.kernel import expand_activate_kernel, expand_sum_kernel
 from lora_kernels.moe_prefill.activation import Activation
 
@@ -86,6 +86,7 @@ def expand_activate(
         FAST=base.is_cuda,
         HAS_ENABLED=slot_enabled is not None,
         HAS_RANKS=slot_ranks is not None,
+        PTX=widens_by_ptx(base),
         PDL=int(overlap),
         **launch_options(overlap, num_warps=tiles.num_warps),
     )
@@ -153,6 +154,7 @@ def expand_sum(
         BLOCK_N=tiles.block,
         HAS_ENABLED=slot_enabled is not None,
         HAS_RANKS=slot_ranks is not None,
+        PTX=widens_by_ptx(base),
         PDL=int(overlap),
         **launch_options(overlap, num_warps=tiles.num_warps),
     )

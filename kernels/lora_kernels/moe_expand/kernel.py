@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lora_kernels.moe_shrink.kernel import cell_of_pair, pick, rank_of, weights_of
+from lora_kernels.moe_shrink.kernel import cell_of_pair, pick, rank_of, weights_of, widen
 from lora_kernels.pair_groups.kernel import load_group
 
 
@@ -83,29 +83,34 @@ def expand_pairs_kernel(
     SLICES: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr,
     EVEN_N: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_ENABLED: tl.constexpr,
     HAS_RANKS: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [num_pairs, blocks of N over all slices]. B and the old output are read before the wait for the partials."""
+    """Grid [num_pairs, runs of STEPS blocks of N over all slices]. B and the old output are read before the wait for the partials."""
     pair = tl.program_id(0)
-    piece, first, width, column = slice_of(tl.program_id(1), N0, N1, N2, BLOCK_N)
+    piece, first, width, column = slice_of(tl.program_id(1), N0, N1, N2, BLOCK_N * STEPS)
     if PDL == 1:
         gdc_wait()
     used, slot, expert = cell_of_pair(slots_ptr, experts_ptr, pair, num_slots, TOP_K, EXPERTS)
     if used:
         b_ptr = weights_of(pick(piece, b0_ptr, b1_ptr, b2_ptr, SLICES), slot, expert, B_EXPERTS, width * R)
-        n = first + tl.arange(0, BLOCK_N)
         r = tl.arange(0, R_PAD)
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
-        out_row = out_ptr + pair.to(tl.int64) * (N0 + N1 + N2) + column + n
-        b = load_b(b_ptr, n, rank, width, R, R_PAD, EVEN_N, HAS_RANKS)
-        if EVEN_N:
-            old = tl.load(out_row)
-        else:
-            old = tl.load(out_row, mask=n < width, other=0.0)
+        out_row = out_ptr + pair.to(tl.int64) * (N0 + N1 + N2) + column
+        tiles = ()
+        olds = ()
+        for step in tl.static_range(STEPS):
+            n = first + step * BLOCK_N + tl.arange(0, BLOCK_N)
+            tiles += (load_b(b_ptr, n, rank, width, R, R_PAD, EVEN_N, HAS_RANKS),)
+            if EVEN_N:
+                olds += (tl.load(out_row + n),)
+            else:
+                olds += (tl.load(out_row + n, mask=n < width, other=0.0),)
         enabled = True
         if HAS_ENABLED:
             enabled = tl.load(enabled_ptr + slot) != 0
@@ -120,12 +125,14 @@ def expand_pairs_kernel(
         h = tl.sum(tl.load(from_, mask=(s < splits)[None, :] & (r < rank)[:, None], other=0.0), axis=1)
         if HAS_WEIGHTS:
             h = h * weight
-        delta = tl.sum(b.to(tl.float32) * h[None, :], axis=1)
-        new = (old.to(tl.float32) + delta).to(out_ptr.dtype.element_ty)
-        if EVEN_N and not HAS_ENABLED:
-            tl.store(out_row, new)
-        else:
-            tl.store(out_row, new, mask=(n < width) & enabled)
+        for step in tl.static_range(STEPS):
+            n = first + step * BLOCK_N + tl.arange(0, BLOCK_N)
+            delta = tl.sum(widen(tiles[step], PTX) * h[None, :], axis=1)
+            new = (olds[step].to(tl.float32) + delta).to(out_ptr.dtype.element_ty)
+            if EVEN_N and not HAS_ENABLED:
+                tl.store(out_row + n, new)
+            else:
+                tl.store(out_row + n, new, mask=(n < width) & enabled)
     else:
         if PDL == 2:
             gdc_wait()

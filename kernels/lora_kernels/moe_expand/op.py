@@ -7,7 +7,7 @@ import triton
 
 from lora_kernels.arguments import DTYPES, check, check_routing, check_slots, check_stacks, check_tensor, check_values, three
 from lora_kernels.configs import Tiles, padded_rank, tuned
-from lora_kernels.launch import Overlap, launch_options, overlap_on
+from lora_kernels.launch import Overlap, launch_options, overlap_on, widens_by_ptx
 from lora_kernels.moe_expand.kernel import expand_groups_kernel, expand_pairs_kernel
 from lora_kernels.pair_groups import GROUP, PairGroups
 
@@ -52,7 +52,7 @@ def moe_expand_(
     tiles = tiles or tuned("moe_expand", out, rank=rank, width=sum(widths), slices=len(lora_b), adapters=slots, rows=num_pairs)
     overlap = overlap_on(out.device, overlap)
     splits = partials.shape[0]
-    steps = tiles.steps if tiles.path == "groups" else 1
+    steps = tiles.steps
     b0, b1, b2 = three(lora_b)
     n0, n1, n2 = [*widths, 0, 0][:3]
     constants = {
@@ -85,5 +85,5 @@ def moe_expand_(
         expand_pairs_kernel[(num_pairs, blocks)](
             partials, b0, b1, b2, out, weights, token_slots, topk_ids, token_slots if slot_enabled is None else slot_enabled,
             ranks, num_pairs, slots, splits, TOP_K=top_k, SPLITS_PAD=triton.next_power_of_2(splits),
-            HAS_ENABLED=slot_enabled is not None, **constants, **options,
+            STEPS=steps, HAS_ENABLED=slot_enabled is not None, PTX=widens_by_ptx(out), **constants, **options,
         )  # fmt: skip

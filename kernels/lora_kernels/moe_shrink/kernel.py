@@ -15,6 +15,18 @@ from lora_kernels.pair_groups.kernel import load_group
 
 
 @triton.jit
+def widen(x, PTX: tl.constexpr):
+    """float32. PTX: of bfloat16, an instruction an element: the compiler takes three for two, and by pair that is what binds."""
+    if PTX:
+        wide = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
 def pick(piece, first, second, third, SLICES: tl.constexpr):
     """One of up to three pointers: a branch keeps their alignment known, where a table of pointers would lose it."""
     chosen = first
@@ -58,8 +70,7 @@ def weights_of(ptr, slot, expert, WEIGHT_EXPERTS: tl.constexpr, SIZE: tl.constex
 
 
 @triton.jit
-def load_a(a_ptr, k, rank, K: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, EVEN_K: tl.constexpr, HAS_RANKS: tl.constexpr):
-    r = tl.arange(0, R_PAD)
+def load_a(a_ptr, r, k, rank, K: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, EVEN_K: tl.constexpr, HAS_RANKS: tl.constexpr):
     a_tile = a_ptr + r[:, None] * K + k[None, :]
     if EVEN_K:
         if HAS_RANKS or R != R_PAD:
@@ -97,15 +108,18 @@ def shrink_pairs_kernel(
     SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
+    R_PARTS: tl.constexpr,
     HAS_ENABLED: tl.constexpr,
     HAS_RANKS: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [num_pairs * SLICES, splits]: one pair's part of K against one [R, BLOCK_K * STEPS] tile of its A."""
+    """Grid [num_pairs * SLICES, splits * R_PARTS]: one pair's part of K against one [R / R_PARTS, BLOCK_K * STEPS] tile of its A."""
     PART: tl.constexpr = BLOCK_K * STEPS
     EVEN_K: tl.constexpr = K % PART == 0
+    BLOCK_R: tl.constexpr = R_PAD // R_PARTS
     row = tl.program_id(0)
-    split = tl.program_id(1)
+    split = tl.program_id(1) // R_PARTS
     if PDL == 1:
         gdc_wait()
         gdc_launch_dependents()
@@ -115,7 +129,7 @@ def shrink_pairs_kernel(
     if used:
         a_ptr = weights_of(pick(piece, a0_ptr, a1_ptr, a2_ptr, SLICES), slot, expert, A_EXPERTS, R * K)
         x_row = x_ptr + (pair // PAIRS_PER_ROW).to(tl.int64) * K
-        r = tl.arange(0, R_PAD)
+        r = tl.program_id(1) % R_PARTS * BLOCK_R + tl.arange(0, BLOCK_R)
         rank = rank_of(ranks_ptr, slot, R, HAS_RANKS)
         enabled = True
         if HAS_ENABLED:
@@ -125,23 +139,23 @@ def shrink_pairs_kernel(
         NARROW: tl.constexpr = BLOCK_K <= 64
         tiles = ()
         for step in tl.static_range(STEPS if NARROW else 1):
-            tiles += (load_a(a_ptr, k + step * BLOCK_K, rank, K, R, R_PAD, EVEN_K, HAS_RANKS),)
+            tiles += (load_a(a_ptr, r, k + step * BLOCK_K, rank, K, R, R_PAD, EVEN_K, HAS_RANKS),)
         if PDL == 2:
             gdc_wait()
             gdc_launch_dependents()
-        products = tl.zeros((R_PAD, BLOCK_K), tl.float32)
-        total = tl.zeros((R_PAD,), tl.float32)
+        products = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
+        total = tl.zeros((BLOCK_R,), tl.float32)
         for step in tl.static_range(STEPS):
             at = k + step * BLOCK_K
             if NARROW or step == 0:
                 a = tiles[step]
             else:
-                a = load_a(a_ptr, at, rank, K, R, R_PAD, EVEN_K, HAS_RANKS)
+                a = load_a(a_ptr, r, at, rank, K, R, R_PAD, EVEN_K, HAS_RANKS)
             if EVEN_K:
                 x = tl.load(x_row + at)
             else:
                 x = tl.load(x_row + at, mask=at < K, other=0.0)
-            product = a.to(tl.float32) * x.to(tl.float32)[None, :]
+            product = widen(a, PTX) * widen(x, PTX)[None, :]
             if NARROW:
                 products += product
             else:
@@ -192,7 +206,7 @@ def shrink_rows(
             x = tl.load(x_tile + k[:, None], mask=members[None, :], other=0.0)
         else:
             x = tl.load(x_tile + k[:, None], mask=members[None, :] & (k < K)[:, None], other=0.0)
-        a = load_a(a_ptr, k, rank, K, R, R_PAD, EVEN_K, HAS_RANKS)
+        a = load_a(a_ptr, r, k, rank, K, R, R_PAD, EVEN_K, HAS_RANKS)
         total = tl.dot(a, x, total, input_precision="ieee")
     to = ((split.to(tl.int64) * num_rows + out_rows) * SLICES + piece) * R_PAD
     tl.store(partials_ptr + to[None, :] + r[:, None], total, mask=members[None, :] & (r < R_PAD)[:, None])

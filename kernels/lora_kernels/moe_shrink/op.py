@@ -7,7 +7,7 @@ import triton
 
 from lora_kernels.arguments import DTYPES, check, check_routing, check_slots, check_stacks, check_tensor, check_values, three
 from lora_kernels.configs import Tiles, padded_rank, tuned
-from lora_kernels.launch import Overlap, launch_options, overlap_on
+from lora_kernels.launch import Overlap, launch_options, overlap_on, widens_by_ptx
 from lora_kernels.moe_shrink.kernel import shrink_groups_kernel, shrink_pairs_kernel
 from lora_kernels.pair_groups import GROUP, PairGroups
 
@@ -46,7 +46,8 @@ def moe_shrink(
     pairs_per_row = 1 if len(x) == num_pairs else top_k
     shape = {"rank": rank, "width": k, "slices": len(lora_a), "adapters": slots, "rows": num_pairs, "rows_sharing_x": pairs_per_row}
     tiles = tiles or tuned("moe_shrink", x, **shape)
-    splits = triton.cdiv(k, tiles.block * tiles.steps)
+    steps = min(tiles.steps, triton.cdiv(k, tiles.block))
+    splits = triton.cdiv(k, tiles.block * steps)
     partials = torch.empty(splits, num_pairs, len(lora_a), padded_rank(rank), dtype=torch.float32, device=x.device)
     if num_pairs == 0:
         return partials
@@ -71,11 +72,12 @@ def moe_shrink(
         assert groups is not None
         shrink_groups_kernel[(groups.num_groups * len(lora_a) * splits,)](
             x, a0, a1, a2, partials, groups.records, ranks, num_pairs,
-            GROUP=GROUP, STEPS=tiles.steps, STAGES=tiles.stages, **constants, **options,
+            GROUP=GROUP, STEPS=steps, STAGES=tiles.stages, **constants, **options,
         )  # fmt: skip
     else:
-        shrink_pairs_kernel[(num_pairs * len(lora_a), splits)](
+        shrink_pairs_kernel[(num_pairs * len(lora_a), splits * tiles.r_parts)](
             x, a0, a1, a2, partials, token_slots, topk_ids, token_slots if slot_enabled is None else slot_enabled, ranks,
-            num_pairs, slots, TOP_K=top_k, STEPS=tiles.steps, HAS_ENABLED=slot_enabled is not None, **constants, **options,
+            num_pairs, slots, TOP_K=top_k, STEPS=steps, R_PARTS=tiles.r_parts, HAS_ENABLED=slot_enabled is not None,
+            PTX=widens_by_ptx(x), **constants, **options,
         )  # fmt: skip
     return partials

@@ -16,6 +16,8 @@ PAIRS_TO_TOKENS = 64
 SLOTS_FROM_TOKENS = 4
 SLOTS_TO_TOKENS = 64
 FEW_TOKENS = 256
+MOST_WHOLE_ROW = 4096
+"""Elements of K that a program's registers hold for several rows of A."""
 Plan = dict[str, Any]
 """Tiles by launch; of a layer at prefill the fields of `PrefillPlan`."""
 
@@ -57,11 +59,11 @@ def list_tiles(launch: str, width: int, rank: int, tokens: int) -> list[Tiles]:
     ]
 
 
-def shrink_tiles(path: str, rank: int) -> list[Tiles]:
+def shrink_tiles(path: str, width: int, rank: int) -> list[Tiles]:
     """Scaled so that a program holds about as much whatever the rank."""
     scale = max(1, padded_rank(rank) // 32)
     if path == "pairs":
-        shapes = [(256, 1, 4, 1), (64, 4, 4, 1), (64, 5, 4, 1), (64, 8, 4, 1), (64, 9, 4, 1), (64, 9, 8, 1), (128, 1, 2, 1),
+        shapes = [(256, 1, 4, 1), (64, 4, 4, 1), (64, 5, 4, 1), (64, 8, 4, 1), (64, 9, 4, 1), (64, 9, 8, 1), (64, 12, 8, 1), (128, 1, 2, 1),
                   (256, 2, 4, 1), (256, 2, 8, 1)]  # fmt: skip
     elif path == "groups":
         shapes = [(128, 8, 4, 4), (64, 8, 2, 4), (64, 9, 2, 4), (64, 6, 2, 4), (64, 12, 2, 4), (64, 15, 1, 6), (64, 16, 2, 6),
@@ -71,18 +73,23 @@ def shrink_tiles(path: str, rank: int) -> list[Tiles]:
                   (128, 3, 4, 3), (128, 6, 4, 4), (128, 8, 4, 4), (128, 12, 4, 4), (256, 3, 4, 3), (256, 4, 8, 3),
                   (256, 6, 4, 3)]  # fmt: skip
     tiles = [Tiles(path=path, block=max(16, k // scale), steps=steps, num_warps=warps, stages=stages) for k, steps, warps, stages in shapes]
+    if path == "pairs":  # a few whole rows of A a program: one partial for the expand to read
+        tiles += [Tiles(path=path, block=64, steps=-(-width // 64), num_warps=8, r_parts=4 * scale)] if width <= MOST_WHOLE_ROW else []
+        tiles += [Tiles(path=path, block=64, steps=9, num_warps=4, r_parts=2 * scale)]
     return tiles + [replace(one, rows=32) for one in tiles[:6] if path == "slots"]
 
 
 def expand_tiles(path: str, rank: int) -> list[Tiles]:
     scale = max(1, padded_rank(rank) // 32)
-    pairs = [(256, 4), (64, 2), (128, 2), (128, 4), (256, 2), (256, 8), (512, 4), (512, 8)]
-    shared = [(128, 4), (32, 2), (64, 2), (64, 4), (128, 2), (128, 8), (256, 4), (256, 8)]
-    groups = [(64, 9, 4, 3), (64, 5, 2, 3), (64, 6, 2, 4), (64, 9, 2, 4), (64, 5, 4, 3), (64, 8, 4, 4), (128, 3, 4, 3), (128, 4, 4, 3),
-              (128, 5, 4, 3), (128, 6, 4, 3)]  # fmt: skip
-    if path == "groups":
-        return [Tiles(path=path, block=max(16, n // scale), steps=steps, num_warps=w, stages=stages) for n, steps, w, stages in groups]
-    return [Tiles(path=path, block=max(16, n // scale), num_warps=warps) for n, warps in (pairs if path == "pairs" else shared)]
+    if path == "pairs":
+        shapes = [(256, 1, 4, 1), (64, 1, 2, 1), (128, 1, 2, 1), (128, 1, 4, 1), (256, 1, 2, 1), (256, 1, 8, 1), (512, 1, 4, 1),
+                  (512, 1, 8, 1), (128, 3, 4, 1), (128, 3, 2, 1), (64, 5, 4, 1), (256, 3, 8, 1), (128, 4, 4, 1)]  # fmt: skip
+    elif path == "groups":
+        shapes = [(64, 9, 4, 3), (64, 5, 2, 3), (64, 6, 2, 4), (64, 9, 2, 4), (64, 5, 4, 3), (64, 8, 4, 4), (128, 3, 4, 3), (128, 4, 4, 3),
+                  (128, 5, 4, 3), (128, 6, 4, 3), (64, 3, 2, 3)]  # fmt: skip
+    else:
+        shapes = [(n, 1, warps, 1) for n, warps in ((128, 4), (32, 2), (64, 2), (64, 4), (128, 2), (128, 8), (256, 4), (256, 8))]
+    return [Tiles(path=path, block=max(16, n // scale), steps=steps, num_warps=w, stages=stages) for n, steps, w, stages in shapes]
 
 
 def paths_of(key: Key) -> list[Path]:
@@ -105,7 +112,14 @@ def _tiles(path: str, launch: str, key: Key) -> list[Tiles]:
     if path == "list":
         layer = layer_of(key)
         return list_tiles(launch, layer.k if launch == "shrink" else sum(layer.widths), key.rank, key.tokens)
-    return (shrink_tiles if "shrink" in launch else expand_tiles)(path, key.rank)
+    return shrink_tiles(path, _width(launch, key), key.rank) if "shrink" in launch else expand_tiles(path, key.rank)
+
+
+def _width(launch: str, key: Key) -> int:
+    """K of a shrink."""
+    if key.op == "dense_lora":
+        return layer_of(key).k
+    return MOE[key.model].hidden if launch == "w13_shrink" else MOE[key.model].intermediate
 
 
 def layer_of(key: Key) -> DenseLayer:
