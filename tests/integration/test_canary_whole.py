@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.cli.client import Client, ClientError
 from shared.contracts.admin import CanaryView
 from tests.e2e.stack import DEMO, Stack, running
 from tests.waiting import until_async
@@ -25,7 +26,7 @@ AT_ONCE = 24
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running(Stack(tmp_path_factory.mktemp("canary"), engine="scripted", max_loras=4)) as started:
+    with running(Stack(tmp_path_factory.mktemp("canary"), engine="scripted", max_loras=4, workers=2)) as started:
         started.allow_label()
         started.add_tenant(TENANT, upgrade_headroom_mb=1200)
         started.admin.upload(TENANT, NAME, DEMO / "adapters" / "lora_sales")
@@ -195,19 +196,11 @@ async def test_a_bad_trial_is_stopped_by_itself_within_its_window_and_the_stable
     await asker.learn(stable)
     answers: list[Answer] = []
     loop = asyncio.get_running_loop()
-    stopped: CanaryView | None = None
-
-    async def is_stopped() -> bool:
-        nonlocal stopped
-        (stopped,) = await asyncio.to_thread(stack.admin.canaries, TENANT)
-        return bool(stopped.stopped)
-
     async with on_trial(stack, folder(tmp_path, "lora_cs", template), share=0.3, window_s=60.0, min_requests=20) as version:
         began_s = loop.time()
         async with asker.load(answers):
-            await until_async(is_stopped, timeout_s=60, what="the trial is stopped")
+            stopped = await stops(stack)
             took_s = loop.time() - began_s
-        assert stopped is not None
         assert reason in stopped.stopped
         assert took_s < stopped.stop.window_s
         later = await asker.many(60)
@@ -242,6 +235,92 @@ async def test_a_trial_ends_under_load_without_an_error_or_a_mixed_answer(stack:
             assert back.on_trial, "the version that served before can itself go on trial"
             stack.admin.promote_canary(NAME, TENANT)
             await gone(stack, version)
+
+
+async def stops(stack: Stack) -> CanaryView:
+    found: list[CanaryView] = []
+
+    async def is_stopped() -> bool:
+        try:
+            found[:] = await asyncio.to_thread(stack.admin.canaries, TENANT)
+        except ClientError:  # the registry is away
+            return False
+        return bool(found[0].stopped)
+
+    await until_async(is_stopped, timeout_s=60, what="the trial is stopped")
+    return found[0]
+
+
+async def test_a_trial_whose_worker_is_killed_is_stopped_and_the_stable_version_serves_on(
+    stack: Stack, asker: Asker, tmp_path: Path
+) -> None:
+    stable = serving(stack)
+    answers: list[Answer] = []
+    async with on_trial(stack, folder(tmp_path, "lora_cs"), share=0.5) as version:
+        await asker.learn(stable, version)
+        homes = {view.version: view.worker_id for view in stack.admin.adapters(TENANT)}
+        assert homes[stable] != homes[version], "each on a worker of its own"
+        worker = next(each for each in stack.workers if each.env["TENANTRY_WORKER_WORKER_ID"] == homes[version])
+        async with asker.load(answers):
+            await until_async(lambda: _both(answers), timeout_s=30, what="both versions answer")
+            worker.kill()
+            assert "requests failed" in (await stops(stack)).stopped
+        asker.check([answer for answer in answers if answer.version == f"{NAME}@{stable}"])
+        later = await asker.many(40)
+        asker.check(later)
+        assert {answer.version for answer in later} == {f"{NAME}@{stable}"}
+        worker.start()
+        await asyncio.to_thread(stack.wait_ready)
+
+        async def is_back() -> bool:
+            return stack.admin.show(NAME, TENANT, version=version).state == "ready"
+
+        await until_async(is_back, timeout_s=60, what="the version on trial is loaded again")
+        (trial,) = stack.admin.canaries(TENANT)
+        assert trial.stopped, "it runs again when somebody says so"
+        stack.admin.change_canary(NAME, TENANT, resume=True)
+        await until_async(lambda: _answered_by(asker, version), timeout_s=30, what="the trial answers again")
+
+
+async def _answered_by(asker: Asker, version: int) -> bool:
+    return any(answer.version == f"{NAME}@{version}" for answer in await asker.many(10))
+
+
+async def test_a_registry_that_dies_in_a_trial_and_comes_back_stops_it(stack: Stack, asker: Asker, tmp_path: Path) -> None:
+    stable = serving(stack)
+    await asker.learn(stable)
+    answers: list[Answer] = []
+    async with on_trial(stack, folder(tmp_path, "lora_cs", "[[fail]]"), share=0.2, min_requests=100):
+        async with asker.load(answers):
+            await until_async(lambda: _more(answers, 60), timeout_s=30, what="requests run")
+            stack.registry.kill()
+            stack.registry.start()
+            assert "requests failed" in (await stops(stack)).stopped
+        asker.check([answer for answer in answers if answer.version == f"{NAME}@{stable}"])
+
+
+async def test_what_was_done_to_trials_is_in_the_audit(stack: Stack, asker: Asker, tmp_path: Path) -> None:
+    async with on_trial(stack, folder(tmp_path, "lora_cs", "[[fail]]"), share=0.5) as version:
+        answers: list[Answer] = []
+        async with asker.load(answers):
+            reason = (await stops(stack)).stopped
+    key = stack.admin.add_key(TENANT, scopes=("adapters", "admin"))
+    with Client(stack.url, key.secret) as team:
+        view = team.start_canary(TENANT, NAME, version=version)
+        assert view.on_trial, "a team tries its own versions by itself"
+        team.roll_back_canary(NAME, TENANT)
+        await gone(stack, version)
+        own = [line.record for line in team.audit(TENANT, own=True, limit=1000).lines]
+        with pytest.raises(ClientError) as refused:
+            team.audit()
+        assert refused.value.status == 401
+    by_team = [(each.action, each.phase, each.address) for each in own if each.who == f"key {key.prefix}"]
+    assert by_team == [("add_adapter", "done", "127.0.0.1"), ("roll_back_canary", "done", "127.0.0.1")]
+    stopped = [each.note for each in own if each.action == "canary.stopped" and each.what["version"] == version]
+    assert stopped.count(f"trial stopped: {reason}") == 1
+    whole = [line.record for line in stack.admin.audit(TENANT, action="roll_back_canary", limit=1000).lines]
+    assert {each.who for each in whole} >= {"operator", f"key {key.prefix}"}
+    assert {each.address for each in whole} == {"127.0.0.1"}
 
 
 async def _both(answers: list[Answer]) -> bool:
