@@ -12,7 +12,7 @@ from lora_kernels.configs.plans import LayerShape, plan_for
 from lora_kernels.launch import Overlap
 from lora_kernels.moe_prefill import Activation, ExpertLora, PrefillPlan, combine, expand_activate, shrink
 from lora_kernels.moe_shrink import moe_shrink
-from lora_kernels.vllm_plugin.gpu_wrapper import local_ids
+from lora_kernels.vllm_plugin.gpu_wrapper import local_ids, overlap_after
 from lora_kernels.vllm_plugin.plain_layer import activate_rows, sum_rows
 from lora_kernels.work_list import WorkList, build_work_list
 
@@ -117,7 +117,7 @@ def begin_decode(
     routing, enabled = (slots, local_ids(topk_ids, expert_map)), context.adapter_enabled
     layer = {"num_experts": lora.num_experts, "slot_enabled": enabled, "slot_ranks": lora.slot_ranks}
     tiles = _shrink_tiles(lora, x, topk_ids)
-    hidden = moe_shrink(x, lora.gate_up_a, *routing, tiles=tiles, overlap=Overlap.IDS_SETTLED, **layer)
+    hidden = moe_shrink(x, lora.gate_up_a, *routing, tiles=tiles, overlap=overlap_after(expert_map), **layer)
     return DecodeStep(lora=lora, routing=routing, slot_enabled=enabled, topk_weights=topk_weights, hidden=hidden)
 
 

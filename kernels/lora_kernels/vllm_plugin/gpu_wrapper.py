@@ -43,9 +43,10 @@ def tell_once(message: str) -> None:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """A layer's routing for w13 and w2, in runs of tokens that one call takes."""
+    """A layer's routing for w13 and w2, in runs of tokens that one call takes. overlap: with what precedes w13's update in the stream."""
 
     parts: list[tuple[slice, Routing]]
+    overlap: Overlap
 
     @classmethod
     def of(
@@ -57,12 +58,13 @@ class RoutedTokens:
         num_experts: int,
         slot_enabled: torch.Tensor,
         slot_ranks: torch.Tensor | None,
+        overlap: Overlap,
     ) -> "RoutedTokens":
         num_tokens, top_k = topk_ids.shape
         most = max(1, MOST_PAIRS_A_CALL // top_k)
         runs = [slice(first, min(first + most, num_tokens)) for first in range(0, num_tokens, most)]
         layer = {"num_slots": num_slots, "num_experts": num_experts, "slot_enabled": slot_enabled, "slot_ranks": slot_ranks}
-        return cls([(run, Routing(token_slots=token_slots[run], topk_ids=topk_ids[run], **layer)) for run in runs])
+        return cls([(run, Routing(token_slots=token_slots[run], topk_ids=topk_ids[run], **layer)) for run in runs], overlap)
 
     def add_lora_(
         self,
@@ -81,7 +83,7 @@ class RoutedTokens:
         for run, routing in self.parts:
             rows = x[run.start * rows_a_token : run.stop * rows_a_token]
             weights = None if topk_weights is None else topk_weights[run]
-            moe_lora_(out[run], rows, lora_a, lora_b, routing, topk_weights=weights, overlap=Overlap.IDS_SETTLED)
+            moe_lora_(out[run], rows, lora_a, lora_b, routing, topk_weights=weights, overlap=self.overlap)
 
 
 class GpuLoraWrapper(PunicaWrapperGPU):
@@ -202,9 +204,9 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         if reason is None:
             mapping = call.token_lora_mapping
             slots = self.token_slots(call.num_tokens) if mapping is None else mapping[: call.num_tokens]
-            counts = {"num_slots": call.max_loras, "num_experts": call.local_num_experts}
+            layer = {"num_slots": call.max_loras, "num_experts": call.local_num_experts, "overlap": overlap_after(call.expert_map)}
             ids = local_ids(call.topk_ids, call.expert_map)
-            routed = RoutedTokens.of(slots, ids, slot_enabled=call.adapter_enabled, slot_ranks=self.slot_ranks, **counts)
+            routed = RoutedTokens.of(slots, ids, slot_enabled=call.adapter_enabled, slot_ranks=self.slot_ranks, **layer)
             try:
                 routed.add_lora_(_by_token(call), call.x, unshared(call.lora_a_stacked), call.lora_b_stacked)
             except ValueError as error:
@@ -235,6 +237,11 @@ def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.
     if expert_map is None:
         return topk_ids
     return torch.where(topk_ids >= 0, expert_map[topk_ids.clamp(min=0).long()].to(topk_ids.dtype), -1)
+
+
+def overlap_after(expert_map: torch.Tensor | None) -> Overlap:
+    """What a shrink may start before: the base's product writes neither ids nor adapters, `local_ids` with a map just wrote the ids."""
+    return Overlap.IDS_SETTLED if expert_map is None else Overlap.INPUTS_FRESH
 
 
 def unshared(stacks: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
