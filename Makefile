@@ -78,6 +78,7 @@ bench-switch: venv
 
 bench-tenancy: venv
 	@$(BIN)/python -m benchmarks.tenancy $(ARGS)
+	@$(BIN)/python -m benchmarks.tenancy_control $(CONTROL_ARGS)
 
 # On a GPU's machine: a Python with vLLM 0.26.0, this distribution and kernels/ installed (docs/gpu-worker.md).
 SERVING_PYTHON ?= python3
