@@ -170,15 +170,19 @@ def canaries_table(trials: list[CanaryView]) -> Any:
         share = f"{trial.share_ppm / 10_000:g}% by {trial.by}"
         state = state_text("stopped" if trial.stopped else trial.state)
         rows.append((trial.tenant, f"{trial.name}@{trial.version}", state, share, *_shown(trial.trial), trial.stopped))
-    columns = ["tenant", "adapter", "state", "share", "requests", "errors", "p50", "p95", "reason"]
-    if not any(row[-1] for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return table(columns, rows, right=("requests", "errors", "p50", "p95"))
+    columns = ["tenant", "adapter", "state", "share", "requests", "errors", "refused", "p50", "p95", "reason"]
+    said = {"refused", "reason"} - {column for at, column in enumerate(columns) if any(row[at] not in ("", "0") for row in rows)}
+    kept = [at for at, column in enumerate(columns) if column not in said]
+    return table(
+        [columns[at] for at in kept],
+        [[row[at] for at in kept] for row in rows],
+        right=("requests", "errors", "refused", "p50", "p95"),
+    )
 
 
-def _shown(figures: TrialFigures) -> tuple[str, str, str, str]:
+def _shown(figures: TrialFigures) -> tuple[str, str, str, str, str]:
     errors = f"{figures.errors} ({figures.errors / figures.requests:.1%})" if figures.errors and figures.requests else str(figures.errors)
-    return str(figures.requests), errors, _ms(figures.p50_ms), _ms(figures.p95_ms)
+    return str(figures.requests), errors, str(figures.refused), _ms(figures.p50_ms), _ms(figures.p95_ms)
 
 
 def _ms(value: float) -> str:

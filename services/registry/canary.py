@@ -118,5 +118,9 @@ class CanaryService:
 
 def _figures(counts: Counts) -> admin.TrialFigures:
     return admin.TrialFigures(
-        requests=counts.requests, errors=counts.errors, p50_ms=counts.quantile_ms(0.5), p95_ms=counts.quantile_ms(0.95)
-    )  # fmt: skip
+        requests=counts.requests,
+        errors=counts.errors,
+        refused=counts.refused,
+        p50_ms=counts.quantile_ms(0.5),
+        p95_ms=counts.quantile_ms(0.95),
+    )

@@ -147,4 +147,4 @@ class CanaryWatch:
 
 
 def _counts(row: VersionCounts) -> Counts:
-    return Counts(requests=row.requests, errors=row.errors, first_byte=row.first_byte)
+    return Counts(requests=row.requests, errors=row.errors, refused=row.refused, first_byte=row.first_byte)

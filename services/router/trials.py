@@ -13,18 +13,20 @@ from shared.policy.canary_stop import bucket_of
 log = structlog.get_logger()
 
 _TICK_S = 1.0
+_ENGINE_REFUSED = "error:engine_status_4"
 _CLIENTS_OWN = frozenset({"error:client_too_slow"})
 
 
 class _Row:
     """One version's counters; `number`: how often they have been told."""
 
-    __slots__ = ("changed", "errors", "first_byte", "number", "requests", "trial")
+    __slots__ = ("changed", "errors", "first_byte", "number", "refused", "requests", "trial")
 
     def __init__(self, trial: str) -> None:
         self.trial = trial
         self.requests = 0
         self.errors = 0
+        self.refused = 0
         self.first_byte: dict[int, int] = {}
         self.number = 0
         self.changed = True
@@ -59,6 +61,10 @@ class Trials:
         row = self._rows.get(exchange.handle.adapter_id)
         if row is None:
             return
+        if exchange.outcome.startswith(_ENGINE_REFUSED):
+            row.changed = True
+            row.refused += 1
+            return
         failed = _failed(exchange)
         if failed is None:
             return
@@ -87,6 +93,7 @@ class Trials:
                     adapter_id=adapter_id,
                     requests=row.requests,
                     errors=row.errors,
+                    refused=row.refused,
                     first_byte=row.first_byte,
                     number=row.number,
                 )

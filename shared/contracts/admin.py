@@ -347,10 +347,14 @@ class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One version over the trial's window, as the registry that answers has heard it. `p95_ms`: to the first byte, at most 19% too high."""
+    """One version over the trial's window, as the registry that answers has heard it. `p95_ms`: to the first byte, at most 19% too high.
+
+    `refused`: by the engine, as its client's mistake; not among `requests`.
+    """
 
     requests: int = 0
     errors: int = 0
+    refused: int = 0
     p50_ms: float = 0.0
     p95_ms: float = 0.0
 

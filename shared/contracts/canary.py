@@ -18,8 +18,8 @@ def counts_subject(router_id: str) -> str:
 class VersionCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Of one version, since this router heard of the trial.
 
-    An error is an answer that the version owed and did not give: a status of 500 or more, or a stream that broke off. What a client
-    was refused (400 to 499) or did not wait for is not counted at all.
+    An error is an answer that the version owed and did not give: a status of 500 or more, or a stream that broke off. What the engine
+    refused as its client's mistake is counted apart; what a client was refused before the engine, or did not wait for, not at all.
     """
 
     trial: str  # adapter_id of the version on trial: the trial's name
@@ -28,6 +28,7 @@ class VersionCounts(msgspec.Struct, frozen=True, kw_only=True):
     errors: int
     first_byte: dict[int, int]  # answers by bucket (policy/canary_stop.py)
     number: int  # of this row: 0 for the first that this router sends
+    refused: int = 0
 
 
 class CanaryCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """When a trial ends by itself: what its version did over the window, against what the stable version did.
 
-Neither rule speaks before the version on trial has answered min_requests, and both want more than chance explains: more than the
-expected number, twice its root, and one. A stable version that fails or slows down as much excuses the other.
+No rule speaks before the version on trial has answered min_requests, and all want more than chance explains: more than the
+expected number, twice its root, and one. A stable version that fails, refuses or slows down as much excuses the other.
 """
 
 import math
@@ -16,15 +16,28 @@ _TAIL = 0.05  # of the stable version's requests are later than its p95
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one version. `first_byte`: answers by bucket of their time to the first byte."""
+    """Of one version. `first_byte`: answers by bucket of their time to the first byte.
+
+    `refused`: what the engine refused as its client's mistake, which is not among `requests`. Such mistakes come to both versions
+    alike; more of them are the version's own, e.g. its chat template's.
+    """
 
     requests: int = 0
     errors: int = 0
+    refused: int = 0
     first_byte: dict[int, int] = {}
 
     @property
     def error_rate(self) -> float:
         return self.errors / self.requests if self.requests else 0.0
+
+    @property
+    def asked(self) -> int:
+        return self.requests + self.refused
+
+    @property
+    def refusal_rate(self) -> float:
+        return self.refused / self.asked if self.asked else 0.0
 
     def quantile_ms(self, part: float) -> float:
         """An upper bound of the time within which this part had its first byte; 0 if nothing had."""
@@ -48,32 +61,50 @@ def upper_ms(bucket: int) -> float:
 def plus(one: Counts, other: Counts) -> Counts:
     buckets = one.first_byte.keys() | other.first_byte.keys()
     first_byte = {bucket: one.first_byte.get(bucket, 0) + other.first_byte.get(bucket, 0) for bucket in buckets}
-    return Counts(requests=one.requests + other.requests, errors=one.errors + other.errors, first_byte=first_byte)
+    return Counts(
+        requests=one.requests + other.requests,
+        errors=one.errors + other.errors,
+        refused=one.refused + other.refused,
+        first_byte=first_byte,
+    )
 
 
 def since(now: Counts, before: Counts) -> Counts:
     """What came between two readings of counters that only grow."""
     first_byte = {bucket: more for bucket, count in now.first_byte.items() if (more := count - before.first_byte.get(bucket, 0)) > 0}
     return Counts(
-        requests=max(0, now.requests - before.requests), errors=max(0, now.errors - before.errors), first_byte=first_byte
-    )  # fmt: skip
+        requests=max(0, now.requests - before.requests),
+        errors=max(0, now.errors - before.errors),
+        refused=max(0, now.refused - before.refused),
+        first_byte=first_byte,
+    )
 
 
 def verdict(stable: Counts, trial: Counts, stop: CanaryStop) -> str:
     """Why the trial has to end; empty: nothing speaks against it."""
-    if trial.requests < stop.min_requests:
-        return ""
-    return _failing(stable, trial, stop) or _slow(stable, trial, stop)
+    return _failing(stable, trial, stop) or _refusing(stable, trial, stop) or _slow(stable, trial, stop)
 
 
 def _failing(stable: Counts, trial: Counts, stop: CanaryStop) -> str:
-    expected = trial.requests * stable.error_rate
-    if trial.error_rate <= stable.error_rate + stop.error_rate_margin or not _beyond_chance(trial.errors, expected):
+    if trial.requests < stop.min_requests or not _worse(trial.errors, trial.requests, stable.error_rate, stop):
         return ""
     return (
         f"{trial.errors} of {trial.requests} requests failed ({trial.error_rate:.1%}); of the stable version's {stable.errors} of"
         f" {stable.requests} ({stable.error_rate:.1%}), and {stop.error_rate_margin:.1%} more are allowed"
     )
+
+
+def _refusing(stable: Counts, trial: Counts, stop: CanaryStop) -> str:
+    if trial.asked < stop.min_requests or not _worse(trial.refused, trial.asked, stable.refusal_rate, stop):
+        return ""
+    return (
+        f"{trial.refused} of {trial.asked} requests were refused by the engine ({trial.refusal_rate:.1%}); of the stable version's"
+        f" {stable.refused} of {stable.asked} ({stable.refusal_rate:.1%}), and {stop.error_rate_margin:.1%} more are allowed"
+    )
+
+
+def _worse(seen: int, of: int, stable_rate: float, stop: CanaryStop) -> bool:
+    return seen / of > stable_rate + stop.error_rate_margin and _beyond_chance(seen, of * stable_rate)
 
 
 def _slow(stable: Counts, trial: Counts, stop: CanaryStop) -> str:

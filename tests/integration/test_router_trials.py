@@ -11,6 +11,7 @@ from shared.bus import BusSettings, Message, connect
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import canary as contract
 from shared.contracts.adapters import Canary, CanaryBy, PoolEntry
+from shared.contracts.inference import FrameKind
 from shared.policy.canary_stop import Counts, plus
 from tests.router_fakes import SALES_KEY, Attempt, Cluster, cluster, mount, pool_entry
 from tests.waiting import until
@@ -38,7 +39,9 @@ class Heard:
 
     def counts(self, adapter_id: str) -> Counts:
         row = self.rows.get(adapter_id)
-        return Counts(requests=row.requests, errors=row.errors, first_byte=row.first_byte) if row is not None else Counts()
+        if row is None:
+            return Counts()
+        return Counts(requests=row.requests, errors=row.errors, refused=row.refused, first_byte=row.first_byte)
 
     @property
     def total(self) -> int:
@@ -102,10 +105,21 @@ async def test_failed_answers_and_broken_streams_are_errors_and_what_a_client_di
         assert (await running.ask()).headers["x-tenantry-adapter"] == "tone@1"
         running.worker.behaviour = refuses
         assert (await running.ask(**on_trial)).status_code == 429
+        running.worker.behaviour = finds_a_mistake
+        assert (await running.ask(**on_trial)).status_code == 400
+        await until(lambda: heard.counts(TRIAL.adapter_id).refused == 1, what="what the engine refused is counted apart")
         await until(lambda: heard.total == 3, what="two failures and the stable answer")
-        assert heard.counts(TRIAL.adapter_id) == Counts(requests=2, errors=2, first_byte=heard.counts(TRIAL.adapter_id).first_byte)
+        trial = heard.counts(TRIAL.adapter_id)
+        assert (trial.requests, trial.errors, trial.refused) == (2, 2, 1)
         assert heard.counts(STABLE.adapter_id).errors == 0
         await bus.close()
+
+
+async def finds_a_mistake(attempt: Attempt) -> None:
+    await attempt.accept()
+    await attempt.head(400, "application/json")
+    await attempt.say(FrameKind.BODY, b'{"error":{}}')
+    await attempt.end()
 
 
 async def refuses(attempt: Attempt) -> None:

@@ -77,12 +77,16 @@ def test_status_shows_both_versions(plane: Plane) -> None:
     stable, trial = (next(line for line in said.splitlines() if mark in line) for mark in ("tone@1", "tone@2"))
     assert [word in stable for word in ("sales", "stable", "90%", "180", "40 ms")] == [True] * 5
     assert [word in trial for word in ("ready", "10% by session", "2 (10.0%)", "38 ms")] == [True] * 4
+    assert "refused" not in said
     assert "from 20 requests on" in run("status", "tone")
 
 
 def test_status_says_why_a_trial_was_stopped_and_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, Plane(msgspec.structs.replace(VIEW, stopped="2 of 20 requests failed")))
+    refused = TrialFigures(requests=20, refused=7)
+    given(monkeypatch, Plane(msgspec.structs.replace(VIEW, stopped="2 of 20 requests failed", trial=refused)))
     said = run("status")
+    assert "refused" in said.splitlines()[0]
+    assert " 7 " in said
     assert "stopped" in said
     assert "2 of 20 requests failed" in said
     assert "no version of other is on trial" in run("status", "other")

@@ -41,6 +41,21 @@ def test_what_stops_a_trial(stable: Counts, trial: Counts, stops: str) -> None:
     assert (stops in reason) if stops else reason == ""
 
 
+@pytest.mark.parametrize(
+    ("stable", "trial", "stops"),
+    [
+        (Counts(requests=190, refused=10), Counts(requests=19, refused=1), ""),  # clients' mistakes come to both alike
+        (Counts(requests=200), Counts(refused=20), "refused by the engine"),
+        (Counts(requests=200), Counts(requests=1, errors=1, refused=18), ""),  # too few to judge
+        (Counts(requests=100, refused=100), Counts(requests=10, refused=12), ""),
+        (Counts(requests=200, refused=2), Counts(requests=30, refused=10), "10 of 40 requests were refused by the engine (25.0%)"),
+    ],
+)
+def test_more_refusals_than_the_stable_versions_stop_a_trial(stable: Counts, trial: Counts, stops: str) -> None:
+    reason = verdict(stable, trial, STOP)
+    assert (stops in reason) if stops else reason == ""
+
+
 def test_the_reason_gives_the_figures() -> None:
     reason = verdict(counts(200, 2), counts(40, 10), STOP)
     assert reason.startswith("10 of 40 requests failed (25.0%); of the stable version's 2 of 200 (1.0%)")
