@@ -8,6 +8,7 @@ import torch
 from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
+from lora_kernels.moe_path import PREFILL_FROM_TOKENS
 from lora_kernels.vllm_plugin.gpu_wrapper import GpuLoraWrapper
 from lora_kernels.vllm_plugin.oai_experts import OaiLoraExperts
 
@@ -26,7 +27,7 @@ def warm_up(manager: "LoRAModelManager", *, most_tokens: int) -> float:
         in_step = wrapper.num_adapters
         try:
             for num_tokens in _token_counts(most_tokens):
-                for num_adapters in (0, *_powers_of_two(wrapper.max_loras)):
+                for num_adapters in _adapter_counts(layer, num_tokens, wrapper.max_loras):
                     wrapper.num_adapters = num_adapters
                     _run(layer, wrapper, num_tokens)
         finally:
@@ -49,6 +50,13 @@ def _token_counts(most_tokens: int) -> list[int]:
     """Tiles and paths change at powers of two, or somewhere between two of them."""
     powers = list(_powers_of_two(most_tokens))
     return sorted({*powers, *(power + 1 for power in powers if power < most_tokens), most_tokens})
+
+
+def _adapter_counts(layer: Any, num_tokens: int, most: int) -> list[int]:
+    """Only an expert layer's plan at prefill depends on how many adapters a step has; without any it has kernels of its own."""
+    if not isinstance(layer, FusedMoEWithLoRA):
+        return [1]
+    return [0, *(_powers_of_two(most) if num_tokens >= PREFILL_FROM_TOKENS else [1])]
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
