@@ -19,15 +19,16 @@ _FLOOD = "A keeps 200 requests open (1600 prompt tokens, 300 to 900 out), B send
 HOW = {
     "quiet_p95_ttft_ratio": f"{_MODEL}; {_FLOOD}; B's p95 time to first token over that beside A held to 31 open requests, nothing queued",
     "quiet_wait_steps_p95": f"{_MODEL}; {_FLOOD}; engine steps begun between B's arrival at the worker and the step that reads its prompt",
-    "quiet_itl_p99_ratio": f"{_MODEL}; B's stream beside 20 decoding streams of A, with A also sending prompts of 32,000 tokens, 8 at a "
-    "time, over the same without them; `details` has it over B alone too, with nothing of A's but the prompts",
+    "quiet_itl_p99_ratio": f"{_MODEL}; B's stream beside 20 decoding streams of A, with A also sending prompts of 32,764 tokens (the most "
+    "it may), 8 at a time, over the same without them; `details` has it over B alone too, with nothing of A's but the prompts",
     "throughput_kept": f"{_MODEL}; {_FLOOD}; all tenants' prompt and output tokens per second over plain vLLM's: first come, first "
     "served, whole steps",
     "weights_error": f"{_MODEL}; three tenants of weights 1, 2, 4 keep 64 requests open each (400 in, 100 to 300 out); the largest "
     "relative distance of one's part of the tokens from its weight's",
-    "cpu_engine": "vLLM on this CPU, the demo's base, 32 seats, real time: A keeps 100 requests open (400 in, 150 to 450 out), B sends 24 "
-    "in and 4 out twice a second; a shared budget of 32 prompt tokens; steps counted in the scheduler, from a request's arrival there; "
-    "plain: vLLM's own scheduler, nothing governed",
+    "cpu_engine": "vLLM on this CPU, the demo's base, 32 seats, real time: A keeps 200 requests open (400 in, 150 to 450 out), B sends 24 "
+    "in and 4 out once a second; a shared budget of 32 prompt tokens; steps counted in the scheduler, from a request's arrival there; "
+    "B's stream beside 4 of A's, with A also sending prompts of 1,020 tokens (the most it may), 4 at a time, three times over; weights: "
+    "three tenants with 24 requests open each; plain: vLLM's own scheduler, nothing governed",
 }
 
 
@@ -35,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tenancy", description=__doc__)
     parser.add_argument("--engine", choices=["scripted", "cpu", "both"], default="both")
     parser.add_argument("--seconds", type=float, default=240.0, help="virtual seconds of each scripted run")
-    parser.add_argument("--cpu-seconds", type=float, default=20.0)
+    parser.add_argument("--cpu-seconds", type=float, default=60.0)
     args = parser.parse_args()
     whole: dict[str, Any] = {}
     if args.engine != "cpu":

@@ -11,7 +11,8 @@ from typing import Any
 
 from benchmarks.tenancy import counting_scheduler
 from benchmarks.tenancy.desk import Desk
-from benchmarks.tenancy.scenarios import Beside, Load, percentile, quiet_beside, stream_beside
+from benchmarks.tenancy.scenarios import Beside, Load, backlogs, percentile, quiet_beside, stream_beside
+from benchmarks.tenancy.scripted import WEIGHTS, weights_error
 from services.worker.governor import Governor
 from services.worker.vllm_engine import VllmEngine
 from services.worker.vllm_setup import VllmSettings
@@ -23,6 +24,7 @@ SEATS = 32
 MAX_MODEL_LEN = 1024
 SHARED_PREFILL_TOKENS = 32  # a prompt token costs this engine more of a step than a GPU
 PATIENCE_S = 3600.0
+STREAMS = 3
 
 _numbers = itertools.count(1)
 
@@ -56,8 +58,9 @@ async def engine(waits: Path, *, fair: bool) -> AsyncIterator[Desk]:
         governor.admission.use(
             limits, shape_of(limits.max_num_seqs, limits.max_batched_tokens, SHARED_PREFILL_TOKENS) if fair else EngineShape()
         )
-        for tenant in ("a", "b"):
-            governor.admission.set_tenant(tenant, TenantLimits(queue_limit=1000, queue_deadline_s=PATIENCE_S), None)
+        for tenant in ("a", "b", *WEIGHTS):
+            limits = TenantLimits(weight=WEIGHTS.get(tenant, 1), queue_limit=1000, queue_deadline_s=PATIENCE_S)
+            governor.admission.set_tenant(tenant, limits, None)
         yield Desk(made, governor)
     finally:
         await made.stop()
@@ -66,12 +69,12 @@ async def engine(waits: Path, *, fair: bool) -> AsyncIterator[Desk]:
 async def measure(seconds: float, waits_path: Path) -> dict[str, Any]:
     load = Load(
         prompt=unseen,
-        flood=100,
+        flood=200,
         long_prompt=400,
         long_output=300,
         quiet_prompt=24,
         quiet_output=4,
-        quiet_every_s=0.5,
+        quiet_every_s=1.0,
         warm_up_s=8.0,
         measure_s=seconds,
     )
@@ -87,6 +90,7 @@ async def measure(seconds: float, waits_path: Path) -> dict[str, Any]:
             "beside_decoding_and_long_prompts": await _gaps(desk, load, 4, 4),
             "alone": await _gaps(desk, load, 0, 0),
         }
+        weighted = await backlogs(desk, load, WEIGHTS, outstanding=24, prompt_tokens=100, output=60)
     async with engine(waits_path, fair=False) as desk:
         plain = await quiet_beside(desk, load, load.flood)
         plain_waits = _waits(plain, waits_path)
@@ -105,6 +109,8 @@ async def measure(seconds: float, waits_path: Path) -> dict[str, Any]:
         "quiet_wait_steps_p95": percentile(waits, 95),
         "quiet_wait_steps_p95_plain": percentile(plain_waits, 95),
         "quiet_itl_p99_ratio": gaps["beside_decoding_and_long_prompts"] / gaps["beside_decoding"],
+        "weights_error": weights_error(weighted),
+        "tokens_by_weight": weighted,
         "throughput_kept": rate["flooded"] / rate["plain"],
         "quiet_ttft_p95_ms": ttft,
         "itl_p99_ms": gaps,
@@ -119,7 +125,9 @@ def _waits(beside: Beside, path: Path) -> list[float]:
 
 
 async def _gaps(desk: Desk, load: Load, decoding: int, prompts: int) -> float:
-    gaps = await stream_beside(desk, load, decoding=decoding, prompts=prompts, prompt_tokens=900, stream_tokens=240)
+    gaps: list[float] = []
+    for _ in range(STREAMS):
+        gaps += await stream_beside(desk, load, decoding=decoding, prompts=prompts, prompt_tokens=MAX_MODEL_LEN - 4, stream_tokens=240)
     return percentile(gaps, 99)
 
 

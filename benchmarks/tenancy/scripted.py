@@ -10,11 +10,12 @@ from benchmarks.tenancy.scenarios import Beside, Load, background, backlogs, per
 from services.worker.governor import Governor
 from services.worker.scripted_engine import ScriptedEngine, ScriptedSettings
 from services.worker.scripted_steps import Sequence, StepModel
-from shared.contracts.tenancy import TenantLimits
+from shared.contracts.tenancy import Share, TenantLimits
 from shared.policy.engine_room import EngineShape, shape_of
 
 SEATS = 32
-MAX_PROMPT_TOKENS = 32_000
+MAX_MODEL_LEN = 32_768
+MAX_PROMPT_TOKENS = MAX_MODEL_LEN - 4  # with four tokens to make
 PATIENCE_S = 3600.0  # the flood waits as long as it takes
 _ORDERS = (("flooded", True), ("plain", False))
 WEIGHTS = {"one": 1, "two": 2, "four": 4}
@@ -29,7 +30,7 @@ async def desk_with(*, fair: bool) -> tuple[Desk, dict[str, int]]:
     shape = shape_of(SEATS, model.step_tokens)
     model = StepModel(shared_prefill_tokens=shape.shared_prefill_tokens if fair else 0)
     governor = Governor()
-    engine = ScriptedEngine(ScriptedSettings(concurrency=SEATS, max_model_len=MAX_PROMPT_TOKENS + 1000, steps=model), governor)
+    engine = ScriptedEngine(ScriptedSettings(concurrency=SEATS, max_model_len=MAX_MODEL_LEN, steps=model), governor)
     await engine.start()
     governor.admission.use(engine.limits, shape if fair else EngineShape())
     for tenant in ("a", "b", *WEIGHTS):
@@ -109,6 +110,20 @@ def weights(**changes: Any) -> dict[str, int]:
         return await backlogs(desk, load(**changes), WEIGHTS, outstanding=64, prompt_tokens=400, output=200)
 
     return virtual_time.run(measure())
+
+
+def only_those_that_ask(tenants: tuple[str, ...], limited: dict[str, int] | None = None, **changes: Any) -> float:
+    """Tokens a second while these keep 64 requests open each; `limited`: of some, how many may run at once."""
+
+    async def measure() -> int:
+        desk, _ = await desk_with(fair=True)
+        for tenant, concurrent in (limited or {}).items():
+            limits = TenantLimits(weight=WEIGHTS[tenant], queue_limit=1000, queue_deadline_s=PATIENCE_S, max_concurrent=concurrent)
+            desk.governor.admission.set_tenant(tenant, limits, Share(incarnation="i", concurrent=concurrent))
+        asking = dict.fromkeys(tenants, 1)
+        return sum((await backlogs(desk, load(**changes), asking, outstanding=64, prompt_tokens=400, output=200)).values())
+
+    return virtual_time.run(measure()) / load(**changes).measure_s
 
 
 def weights_error(tokens: dict[str, int]) -> float:

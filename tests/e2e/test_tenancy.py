@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from services.cli.client import ClientError
 from services.worker.scripted_engine import KV_BLOCK_BYTES
 from tests.e2e.ask import BASE_MODEL
-from tests.e2e.stack import Stack, running, wait_for
+from tests.e2e.stack import DEMO, Stack, running, wait_for
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 LIMITS: dict[str, dict[str, Any]] = {
     "small": {"kv_quota_bytes": 10 * KV_BLOCK_BYTES},
     "single": {"max_concurrent": 1, "queue_limit": 1, "queue_deadline_s": 30.0},
@@ -22,6 +23,8 @@ LIMITS: dict[str, dict[str, Any]] = {
     "closed": {"max_concurrent": 0},
     "noisy": {"queue_limit": 150},
     "quiet": {},
+    "cold": {"host_cache_bytes": 1},
+    "bare": {"artifact_bytes": 1},
 }
 
 
@@ -30,7 +33,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {"TENANTRY_WORKER_SCRIPTED_TOKENS_PER_S": "50", "TENANTRY_WORKER_MAX_NUM_SEQS": "8"}
     with running(Stack(tmp_path_factory.mktemp("limited"), engine="scripted", **settings)) as stack:
         for tenant, limits in LIMITS.items():
-            stack.add_tenant(tenant, limits=limits)
+            stack.add_tenant(tenant, quota_mb=100, limits=limits)
         yield stack
 
 
@@ -65,6 +68,32 @@ async def test_more_kv_cache_than_the_quota_is_a_429_of_its_own_for_streams_too(
         assert error["held_bytes"] == 0
         fits = await http.post(CHAT, json=chat(60, stream=stream))
         assert (fits.status_code, fits.headers["x-tenantry-queue-ms"]) == (200, "0")
+
+
+@pytest.mark.parametrize("inputs", [["one"] * 11, "word " * 900])
+async def test_an_embedding_over_the_quota_is_a_429_of_its_own(limited: Stack, inputs: Any) -> None:
+    async with client(limited, "small") as http:
+        answer = await http.post(EMBEDDINGS, json={"model": BASE_MODEL, "input": inputs})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (429, "kv_quota_exceeded")
+        assert error["asked_bytes"] > error["limit_bytes"] == 10 * KV_BLOCK_BYTES
+        fits = await http.post(EMBEDDINGS, json={"model": BASE_MODEL, "input": ["one"] * 10})
+        assert (fits.status_code, fits.headers["x-tenantry-queue-ms"], len(fits.json()["data"])) == (200, "0", 10)
+    async with client(limited, "closed") as http:
+        answer = await http.post(EMBEDDINGS, json={"model": BASE_MODEL, "input": "one"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "concurrency_exceeded")
+
+
+@pytest.mark.parametrize(("tenant", "code"), [("cold", "host_cache_exceeded"), ("bare", "artifact_quota_exceeded")])
+def test_an_adapter_that_a_worker_may_not_keep_or_nobody_may_store_is_a_409_with_the_figures(
+    limited: Stack, tenant: str, code: str
+) -> None:
+    with pytest.raises(ClientError) as refused:
+        limited.admin.upload(tenant, "tone", DEMO / "adapters" / "lora_sales", base=limited.base_identity())
+    assert (refused.value.status, refused.value.peer_code) == (409, code)
+    figures = refused.value.fields
+    assert figures["asked_bytes"] > figures["limit_bytes"] == 1
+    assert figures["held_bytes"] == 0
 
 
 async def test_the_second_of_one_at_a_time_waits_and_says_so_and_the_third_finds_the_queue_full(limited: Stack) -> None:

@@ -220,6 +220,65 @@ async def test_a_share_that_is_cut_evicts_nothing_and_the_report_shows_both(
     assert (answer.error, len(answer.text.split())) == ("", 120)
 
 
+async def test_a_lowered_quota_lets_nothing_new_in_until_less_is_held(
+    worker: WorkerHere, router: FakeRouter, registry: FakeRegistry
+) -> None:
+    await registry.shared(await registry.share("t1", quota(10), kv_bytes=10 * KV_BLOCK_BYTES))
+    running = await router.ask(of(worker, "t1"), prompt="[[hang]]", tokens=120)
+    await eventually(lambda: held(worker) == 8)
+    await registry.shared(await registry.share("t1", quota(4), kv_bytes=4 * KV_BLOCK_BYTES))
+    waiting = await router.ask(of(worker, "t1"), tokens=20)
+    await eventually(lambda: worker.governor.admission.queue.line("t1").waiting_requests == 1)
+    assert held(worker) == 8
+    await router.cancel(running)
+    assert (await router.answer(waiting)).error == ""
+
+
+async def test_burst_borrows_an_idle_guarantee_and_what_waits_of_the_borrower_comes_after_its_owner(
+    nats_server: EmbeddedNats, registry: FakeRegistry, router: FakeRouter, tmp_path: Path
+) -> None:
+    async with worker_here(nats_server, tmp_path / "w1", engine=ScriptedSettings(kv_blocks=20, tokens_per_s=100)) as worker:
+
+        def part(blocks: int) -> dict[str, int]:
+            return {"kv_bytes": blocks * KV_BLOCK_BYTES, "assured_kv_bytes": blocks * KV_BLOCK_BYTES}
+
+        lender = TenantLimits(kv_quota_bytes=16 * KV_BLOCK_BYTES)
+        borrower = TenantLimits(kv_quota_bytes=4 * KV_BLOCK_BYTES, burst=True)
+        await registry.share("lender", lender, **part(16))
+        await registry.shared(await registry.share("borrower", borrower, **part(4)))
+        borrowed = [await router.ask(of(worker, "borrower"), prompt="[[hang]]", tokens=60) for _ in range(4)]
+        await eventually(lambda: held(worker) == 16)
+        own = await router.ask(of(worker, "lender"), tokens=100)
+        await eventually(lambda: worker.governor.admission.queue.line("lender").waiting_requests == 1)
+        more = await router.ask(of(worker, "borrower"), tokens=20)
+        await eventually(lambda: worker.governor.admission.queue.line("borrower").waiting_requests == 1)
+        assert held(worker) == 16, "nothing that runs is cut, nothing more is lent while the owner waits"
+        await router.cancel(borrowed[0])
+        assert (await router.answer(own)).error == ""
+        for key in borrowed[1:]:
+            await router.cancel(key)
+        assert (await router.answer(more)).error == ""
+
+
+async def test_a_request_that_is_delivered_again_reserves_and_counts_once(
+    worker: WorkerHere, router: FakeRouter, registry: FakeRegistry
+) -> None:
+    await registry.shared(await registry.share("t1", quota(10), kv_bytes=10 * KV_BLOCK_BYTES))
+    key = await router.ask(of(worker, "t1"), prompt="[[hang]]", tokens=40, request_id="same")
+    await eventually(lambda: held(worker) == 3)
+    for _ in range(3):
+        assert await router.ask(of(worker, "t1"), prompt="[[hang]]", tokens=40, request_id="same") == key
+    other = await router.asked(of(worker, "t1"), tokens=1)
+    assert other.error == ""
+    line = worker.governor.admission.queue.line("t1")
+    assert (held(worker), line.running, line.waiting_requests) == (3, 1, 0)
+    await router.cancel(key)
+    await eventually(lambda: held(worker) == 0)
+    await router.ask(of(worker, "t1"), prompt="[[hang]]", tokens=40, request_id="same")
+    assert (await router.asked(of(worker, "t1"), tokens=1)).error == ""
+    assert (held(worker), line.running) == (0, 0), "nor after its end"
+
+
 async def test_a_flood_of_two_hundred_waits_in_its_own_queue_while_another_tenant_is_served(
     nats_server: EmbeddedNats, registry: FakeRegistry, router: FakeRouter, tmp_path: Path
 ) -> None:

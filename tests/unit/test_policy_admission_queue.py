@@ -383,6 +383,17 @@ class Queue(RuleBasedStateMachine):
             assert self.queue.take() == [], "it had not finished"
         finally:
             del self.queue._enter
+        self.check_nothing_lies_idle()
+
+    def check_nothing_lies_idle(self) -> None:
+        """In an empty engine nobody waits but for limits of its own."""
+        if self.queue.room.seats:
+            return
+        for line in self.queue.lines.values():
+            head = line.head()
+            if head is not None:
+                limit = self.queue.waits_for(head).limit
+                assert limit in (Limit.KV, Limit.CONCURRENT) or (limit is Limit.ROOM and self.queue.ledger.held)
 
     def pick(self, number: int) -> Ask | None:
         everyone = [one for first in self.alive for one in (first, *first.followers)]

@@ -1,5 +1,7 @@
 """What the issue of tenancy promises, on the scripted engine in virtual time: the benchmark's scenarios, shorter."""
 
+import pytest
+
 from benchmarks.tenancy import scripted
 from benchmarks.tenancy.scenarios import percentile
 
@@ -15,6 +17,21 @@ def test_beside_a_flood_of_long_requests_a_quiet_tenants_prompt_is_read_within_t
     assert ratio <= 1.3
     _, unfair = scripted.quiet(200, fair=False, **SHORT)
     assert min(unfair) > 100, "otherwise the scenario shows nothing"
+
+
+def test_fair_order_costs_no_more_than_a_twentieth_of_the_tokens() -> None:
+    fair, _ = scripted.quiet(200, fair=True, **SHORT)
+    plain, _ = scripted.quiet(200, fair=False, **SHORT)
+    assert fair.rate >= 0.95 * plain.rate
+
+
+def test_what_one_tenant_leaves_another_uses() -> None:
+    """Whoever has work has the whole engine while nobody else wants it, whatever its weight and whatever others may not use."""
+    alone = scripted.only_those_that_ask(("one",), **SHORT)
+    heavy = scripted.only_those_that_ask(("four",), **SHORT)
+    assert alone == pytest.approx(heavy, rel=0.02)
+    beside = scripted.only_those_that_ask(("one", "four"), limited={"four": 1}, **SHORT)
+    assert beside >= 0.95 * alone
 
 
 def test_prompts_of_maximum_length_do_not_double_the_time_between_a_running_streams_tokens() -> None:
