@@ -16,7 +16,7 @@ from shared.errors import ConfigInvalid
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _PAGE = 1000
 _PHASE_STYLES = {Phase.DONE: "green", Phase.REFUSED: "yellow", Phase.FAILED: "red", Phase.ASKED: "cyan"}
-_WHAT_CHARS = 80
+_WHAT_CHARS = 160
 
 
 def audit(
@@ -74,7 +74,7 @@ def audit_table(lines: list[AuditLine]) -> Any:
         )
         for line in lines
     ]
-    return table(("at (UTC)", "who", "from", "tenant", "action", "what", "outcome"), rows, spare=("from",))
+    return table(("at (UTC)", "who", "from", "tenant", "action", "detail", "outcome"), rows)
 
 
 def _what(record: AuditRecord) -> str:
@@ -89,6 +89,8 @@ def _what(record: AuditRecord) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + " ".join(f"{field}={_short(inner)}" for field, inner in value.items()) + "}"  # pyright: ignore[reportUnknownVariableType]
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 

@@ -28,6 +28,7 @@ _TEXT_LIMIT = 200
 _WHAT_LIMIT_BYTES = 4096
 _SCAN_LIMIT = 5000  # messages looked at for one page
 _PAGE_LIMIT = 1000
+_LOOK_AHEAD = 500  # messages behind a page, among which the outcome of an operation that it shows as asked may stand
 
 
 class AuditService:
@@ -93,25 +94,30 @@ class AuditService:
         if request.own:
             subject = audit.audit_subject((await self._store.tenant(request.tenant)).tenant_id)
         lines: list[audit.AuditLine] = []
-        after, scanned, waiting = request.after, 0, True
+        ended: set[str] = set()  # operations that ended after what the page shows
+        after, read, scanned, waiting = request.after, request.after, 0, True
         while waiting and scanned < _SCAN_LIMIT and len(lines) < request.limit:
             stored, waiting = await read_page(
-                self._store.bus, audit.AUDIT_STREAM, subject, after=after, since_s=since_s, count=min(_PAGE_LIMIT, _SCAN_LIMIT - scanned)
+                self._store.bus, audit.AUDIT_STREAM, subject, after=read, since_s=since_s, count=min(_PAGE_LIMIT, _SCAN_LIMIT - scanned)
             )
             if not stored:
                 break
-            for message in stored:
-                after = message.sequence
-                scanned += 1
-                line = _line(message)
+            for number, message in enumerate(stored):
                 if until_s and message.stamp_ms >= until_s * 1000:
-                    return audit.AuditPage(lines=_joined(lines), next=0)
+                    return audit.AuditPage(lines=_joined(lines, ended), next=0)
+                after = message.sequence
+                line = _line(message)
                 if line is not None and _matches(line, request):
                     lines.append(_seen_by(line, own=request.own))
                     if len(lines) == request.limit:
                         waiting = waiting or message is not stored[-1]
+                        ended |= _endings(stored[number + 1 :])
                         break
-        return audit.AuditPage(lines=_joined(lines), next=after if waiting else 0)
+            read = stored[-1].sequence
+            scanned += len(stored)
+        if waiting and any(line.record.phase is Phase.ASKED and line.record.id not in ended for line in lines):
+            ended |= _endings((await read_page(self._store.bus, audit.AUDIT_STREAM, subject, after=read, count=_LOOK_AHEAD))[0])
+        return audit.AuditPage(lines=_joined(lines, ended), next=after if waiting else 0)
 
 
 def tenant_of(request: Any) -> str:
@@ -164,10 +170,20 @@ def _seen_by(line: audit.AuditLine, *, own: bool) -> audit.AuditLine:
     return line
 
 
-def _joined(lines: list[audit.AuditLine]) -> tuple[audit.AuditLine, ...]:
-    """One line for what was asked and how it ended, and for what was told twice; the last that was told."""
+def _endings(stored: list[Stored]) -> set[str]:
+    """Ids of the operations whose outcome is among these."""
+    lines = [line for message in stored if (line := _line(message)) is not None]
+    return {line.record.id for line in lines if line.record.phase is not Phase.ASKED}
+
+
+def _joined(lines: list[audit.AuditLine], ended: set[str]) -> tuple[audit.AuditLine, ...]:
+    """One line for what was asked and how it ended, where it ended; and for what was told twice."""
     last = {line.record.id: number for number, line in enumerate(lines)}
-    return tuple(line for number, line in enumerate(lines) if last[line.record.id] == number)
+    return tuple(
+        line
+        for number, line in enumerate(lines)
+        if last[line.record.id] == number and not (line.record.phase is Phase.ASKED and line.record.id in ended)
+    )
 
 
 def _seconds(field: str, text: str) -> float:

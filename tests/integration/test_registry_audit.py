@@ -197,9 +197,10 @@ async def test_pages_follow_each_other_without_a_gap_or_a_double(bus: Bus) -> No
             after = found.next
             if not after:
                 break
-        names = [line.record.tenant for line in seen if line.record.phase is Phase.DONE]
-        assert names == [f"t{number}" for number in range(23)]
+        assert {line.record.phase for line in seen} == {Phase.DONE}, "what ended is shown once, where it ended"
+        assert [line.record.tenant for line in seen] == [f"t{number}" for number in range(23)]
         assert max(sizes) <= 10
+        assert len(sizes) >= 3
         assert [line.at for line in seen] == sorted(line.at for line in seen)
 
 
