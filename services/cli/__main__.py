@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from services.cli import adapters, canary, matrix, tenants
+from services.cli import adapters, canary, matrix, tenants, usage
 from services.cli.apply_command import apply_file
 from services.cli.ask import ask
 from services.cli.audit import audit
@@ -32,6 +32,7 @@ app.add_typer(tenants.app, name="tenant")
 app.add_typer(adapters.app, name="adapter")
 app.add_typer(canary.app, name="canary")
 app.add_typer(matrix.app, name="matrix")
+app.add_typer(usage.app, name="usage")
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import httpx
 from services.cli.admin_http import AdminHttp, ClientError, Progress, present
 from services.cli.audit_calls import AuditCalls
 from services.cli.canary_calls import CanaryCalls
+from services.cli.usage_calls import UsageCalls
 from shared.contracts.adapters import AdapterEvent
 from shared.contracts.admin import AdapterView, KeyView, TenantView
 from shared.contracts.state import Matrix, Routing
@@ -23,7 +24,7 @@ __all__ = ["MB", "Client", "ClientError"]
 MB = 1024 * 1024
 
 
-class Client(CanaryCalls, AuditCalls, AdminHttp):
+class Client(CanaryCalls, AuditCalls, UsageCalls, AdminHttp):
     """Safe for one thread. Every method raises ClientError; results are the contracts' views."""
 
     # tenants and keys

@@ -1,9 +1,8 @@
 """Sums over what the book holds: by tenant, adapter, version, key and day, between two quarters of an hour; engines' time likewise."""
 
 import sqlite3
-from datetime import date, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import msgspec
 
@@ -11,6 +10,7 @@ from services.registry.usage_tables import COLUMNS, amounts_of, get_number, open
 from shared.contracts.usage import EngineTime
 from shared.contracts.usage_query import GROUPS, MAX_DAYS, EngineRow, EnginesReply, GetEngines, GetUsage, UsageReply, UsageRow
 from shared.errors import InvalidRequest
+from shared.policy.periods import begin_of_day, day_at, zone_of
 from shared.policy.usage_rollup import QUARTER_MS, Amounts, plus
 
 _KEYS = {
@@ -157,10 +157,10 @@ def _spans(request: GetUsage, *, by_day: bool) -> list[tuple[str, int, int]]:
         return [("", request.from_ms // QUARTER_MS, request.to_ms // QUARTER_MS)]
     zone = zone_of(request.zone)
     found: list[tuple[str, int, int]] = []
-    day = datetime.fromtimestamp(request.from_ms / 1000, zone).date()
+    day = day_at(request.from_ms, zone)
     at = request.from_ms // QUARTER_MS
     while at * QUARTER_MS < request.to_ms:
-        end = min(_begin_of(day + timedelta(days=1), zone), request.to_ms) // QUARTER_MS
+        end = min(begin_of_day(day + timedelta(days=1), zone), request.to_ms) // QUARTER_MS
         if end > at:
             found.append((day.isoformat(), at, end))
             at = end
@@ -168,19 +168,6 @@ def _spans(request: GetUsage, *, by_day: bool) -> list[tuple[str, int, int]]:
         if len(found) > MAX_DAYS:
             raise InvalidRequest(f"by day at most {MAX_DAYS} days can be asked for at once", limit=MAX_DAYS, field="from")
     return found
-
-
-def zone_of(name: str) -> ZoneInfo:
-    """:raises InvalidRequest: there is no such time zone."""
-    try:
-        return ZoneInfo(name)
-    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise InvalidRequest(f"zone: {name[:64]!r} is no time zone known here, e.g. UTC or Europe/Berlin", field="zone") from error
-
-
-def _begin_of(day: date, zone: ZoneInfo) -> int:
-    """Milliseconds since 1970; where midnight does not exist, what the zone's clock shows then."""
-    return round(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()) * 1000
 
 
 def _engine_row(last: EngineTime, before: EngineTime | None) -> EngineRow:
