@@ -57,6 +57,7 @@ class CanaryWatch:
         self._trials: dict[tuple[str, int], _Trial] = {}  # by (adapter_id on trial, how often it was resumed)
         self._runs: dict[str, int] = {}  # adapter_id on trial -> resumed, of those that run
         self._untold = Standstill()
+        self._told: set[tuple[str, int]] = set()  # stops that their version's record tells
         self._decoded: dict[str, tuple[PoolEntry, int]] = {}
 
     def heard(self, message: Message) -> None:
@@ -103,11 +104,12 @@ class CanaryWatch:
                     kept[name] = self._trials.get(name) or _Trial()
                     kept[name].window_s = canary.stop.window_s
                     kept[name].forget(now_s - 2 * canary.stop.window_s)
-                    if canary.stopped:
+                    if canary.stopped and name not in self._told:
                         await self._tell_stop(pool, revision, canary)
-                    else:
+                    elif not canary.stopped:
                         await self._judge(pool, tenant, alias, canary)
         self._trials = kept
+        self._told &= kept.keys()
         self._untold.keep({adapter_id for adapter_id, _ in kept})
 
     def _pools(self) -> list[tuple[PoolEntry, int]]:
@@ -139,7 +141,10 @@ class CanaryWatch:
         record = await self._store.record(canary.adapter_id)
         mount = pool.mounts[canary.adapter_id]
         note = stopped_note(canary.stopped)
-        if record is None or any(step.note == note for step in record.history) or mount.state is not AdapterState.READY:
+        if record is None or mount.state is not AdapterState.READY:
+            return
+        if any(step.note == note for step in record.history):
+            self._told.add((canary.adapter_id, canary.resumed))
             return
         loop = asyncio.get_running_loop()
         if self._untold.for_s(canary.adapter_id, (canary.stopped, canary.resumed), loop.time()) >= _REPAIR_S:

@@ -23,6 +23,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent: int = 4096  # requests in this router at once; more are 429 overloaded
     tenant_max_concurrent: int = 2048  # of these, of one tenant
     tenant_admin_max_concurrent: int = 8  # a tenant's own requests to the admin plane at once
+    tenant_changes_per_minute: int = 120  # of what a tenant's own keys may change on the admin plane
     tenant_uploads_at_once: int = 4  # and of these, uploads
 
     attempts: int = 3

@@ -10,9 +10,10 @@ import pytest
 
 from services.router.settings import RouterSettings
 from services.router.stack import Router
-from shared.bus import BusSettings, Message, connect
+from shared.bus import BusSettings, Message, connect, open_objects
 from shared.bus.embedded import EmbeddedNats
 from shared.contracts import admin, state
+from shared.contracts.adapters import STAGING_BUCKET
 from shared.contracts.errors import ErrorInfo
 from shared.runtime import Stop
 from tests.integration.test_router_admin import Office, code_of, office
@@ -306,3 +307,15 @@ async def test_a_tenants_requests_to_the_admin_plane_and_its_uploads_are_bounded
         await until(lambda: 429 in statuses)
         gate.set()
     assert set(statuses) <= {200, 201, 429}
+
+
+async def test_a_tenants_changes_a_minute_are_bounded_and_its_looking_is_not(nats_server: EmbeddedNats) -> None:
+    async with cluster(nats_server, tenant_changes_per_minute=3) as running:
+        heard = Office(running, await open_objects(running.registry.bus, STAGING_BUCKET, create=True))
+        await running.registry.bus.subscribe(admin.ADMIN_SUBJECT, heard.hear)
+        await give(running, OWN, scopes=(ADAPTERS,))
+        statuses = [(await running.client.post("/admin/v1/adapters/sales/tone/unload", headers=bearer(OWN))).status_code for _ in range(5)]
+        assert statuses == [200, 200, 200, 429, 429]
+        looked = [(await running.client.get("/admin/v1/adapters/sales", headers=bearer(OWN))).status_code for _ in range(5)]
+        assert looked == [200] * 5
+        assert len(heard.heard) == 8

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from services.router.admin.actor import current_actor, key_of
+from services.router.admin.pace import Pace
 from services.router.asgi import AsgiApp, Event, Receive, Scope, Send
 from services.router.crowd import Crowd
 from services.router.freshness import Freshness
@@ -36,10 +37,11 @@ _OPEN = tuple(
 
 
 class TenantDoor:
-    def __init__(self, table: RouteTable, freshness: Freshness, at_once: int) -> None:
+    def __init__(self, table: RouteTable, freshness: Freshness, at_once: int, changes_per_minute: int) -> None:
         self._table = table
         self._freshness = freshness
         self._crowd = Crowd("requests to the admin plane", at_once)
+        self._pace = Pace(changes_per_minute)
 
     async def refusal(self, scope: Scope, secret: str, now_s: float) -> TenantryError | None:
         """None lets the request through, marked as the tenant's.
@@ -70,6 +72,8 @@ class TenantDoor:
         if tenant not in self._table.speaks.get(key.key_id, ()) or tenant not in self._table.tenants:
             return NotFound("there is nothing of that name, or this key may not see it")
         try:
+            if scope["method"] != "GET":
+                self._pace.take(tenant, now_s)
             self._crowd.enter(tenant)
         except Overloaded as error:
             return error
