@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from services.router.admin import adapters, audit, canary, cluster, keys, tenants
+from services.router.admin import adapters, audit, canary, cluster, keys, tenants, usage
 from services.router.admin.actor import current_actor, operator_of
 from services.router.admin.adding import Adding
 from services.router.admin.registry_client import RegistryClient
@@ -91,6 +91,7 @@ def make_admin_plane(bus: Bus, table: RouteTable, freshness: Freshness, fleet: F
     app.include_router(canary.make_routes(registry, adding), prefix=PREFIX)
     app.include_router(audit.make_routes(registry), prefix=PREFIX)
     app.include_router(cluster.make_routes(registry, table, fleet, bus), prefix=PREFIX)
+    app.include_router(usage.make_routes(registry, table), prefix=PREFIX)
     app.add_exception_handler(TenantryError, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _unrouted)
