@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from shared.artifacts.base_model import describe_base
 from shared.contracts.base import BaseDescription
 from tests.adapters_factory import BAD_KINDS, make_adapter
 from tests.e2e.ask import Asker, ask
-from tests.e2e.stack import DEMO, Stack
+from tests.e2e.stack import DEMO, Stack, wait_for
 
 MB = 1024 * 1024
 
@@ -89,6 +90,36 @@ def test_over_the_tenants_quota_says_asked_held_and_allowed(stack: Stack, base: 
     figures = refused.value.fields
     assert figures["asked_bytes"] > 0
     assert (figures["held_bytes"], figures["limit_bytes"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "one", "use_beam_search": True, "n": 3, "max_tokens": 33, "temperature": 0}),
+        ("/v1/completions", {"prompt": ["one", "two"], "use_beam_search": True, "n": 2, "max_tokens": 33, "temperature": 0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "use_beam_search": True, "n": 3, "max_tokens": 33}),
+    ],
+)
+def test_a_beam_search_over_the_kv_quota_is_a_429_of_its_own_and_one_within_it_is_answered(
+    stack: Stack, path: str, body: dict[str, Any]
+) -> None:
+    headers = {"authorization": f"Bearer {stack.keys['sales']}"}
+    body = {"model": "lora_sales", **body}
+
+    def asked() -> httpx.Response:
+        return httpx.post(f"{stack.url}{path}", json=body, headers=headers, timeout=120, trust_env=False)
+
+    stack.admin.update_tenant("sales", limits={"kv_quota_bytes": 1})
+    try:
+        wait_for(lambda: asked().status_code == 429, 20, "a worker that knows the quota")
+        refused = asked()
+    finally:
+        stack.admin.update_tenant("sales", limits={"kv_quota_bytes": None})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], refused.headers["content-type"]) == (429, "kv_quota_exceeded", "application/json")
+    assert error["asked_bytes"] > 3 * error["limit_bytes"]
+    wait_for(lambda: asked().status_code == 200, 20, "a worker that knows that it is gone")
+    assert asked().headers["x-tenantry-queue-ms"] == "0"
 
 
 def test_an_upgrade_without_headroom_is_refused_and_offers_drain_first(stack: Stack) -> None:
