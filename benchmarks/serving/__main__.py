@@ -107,6 +107,13 @@ def run_system(child: Child, plan: engines.Plan, results: Results, args: argpars
         for batch in plan.batches:
             say(f"  {whole} batch {batch}: {_short(by_batch[str(batch)])}")
             results.row(plan.model, whole, batch, by_batch[str(batch)])
+    if child.name == "c" and args.switching:
+        found = child.ask("switching", _MEASURE_LIMIT_S, rounds=args.switching, per_block=16, mounts=2)
+        for row in found["beside_8_streams"]:
+            say(f"  mounting beside 8 streams: {json.dumps(row)}")
+        for order, row in found["first_token"].items():
+            say(f"  first token, {order}: {_short(row)}")
+        results.about(system, {"switching": found})
     if plan.device == "cpu":
         return
     for batch in plan.batches:
@@ -130,6 +137,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model's: a smoke test")
     parser.add_argument("--quick", action="store_true", help="batches 1 and 8, one repeat of 100 tokens")
     parser.add_argument("--profile", action="store_true", help="decode steps kernel by kernel too")
+    parser.add_argument("--switching", type=int, default=0, metavar="ROUNDS", help="with c: the cost of switching and of mounting")
     parser.add_argument("--compiled", action="store_true", help="with torch.compile and piecewise graphs, as vLLM starts by default")
     parser.add_argument("--scratch", type=Path, help="for model and adapters; without it memory where there is room")
     parser.add_argument("--out", type=Path, default=machine.RESULTS)

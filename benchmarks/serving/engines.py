@@ -76,6 +76,8 @@ async def start_vllm(plan: Plan, *, lora: bool) -> Running:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if lora and plan.model == "gptoss-20b":
+        plan = msgspec.structs.replace(plan, compiled=True)  # not compiled, its Marlin experts give LoRA layers what they refuse
     arguments = engine_args(plan, tenantry=False) | {"model": plan.folder, "dtype": "bfloat16"}
     if lora:
         slots = len(plan.adapter_seeds)
@@ -83,7 +85,7 @@ async def start_vllm(plan: Plan, *, lora: bool) -> Running:
         arguments["lora_target_modules"] = [*_ATTENTION, "experts"]
     client = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     requests: list[Any] = []
-    about: dict[str, Any] = {}
+    about: dict[str, Any] = {"compiled": plan.compiled}
     if lora:
         about["layers_filled"] = await client.collective_rpc("bench_fill_slots", args=(plan.rank, list(plan.adapter_seeds)))
         requests = [LoRARequest(f"adapter-{n}", n, f"/in-slot/{n}") for n in range(1, len(plan.adapter_seeds) + 1)]

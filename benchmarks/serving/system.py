@@ -62,6 +62,20 @@ class System:
             found["decode_kernels"] = steps["kernels"]
         return found
 
+    async def switching(self, *, rounds: int, per_block: int, mounts: int) -> dict[str, Any]:
+        """Of Tenantry's engine: first tokens after a switch, and mounting beside streams."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from benchmarks.serving.switching import Switching
+
+        plan, running = self._plan, self._running
+        folders = {engines.adapter_id(seed): engines.adapter_folder(plan, seed) for seed in plan.adapter_seeds}
+        vocabulary = plan.config["vocab_size"]
+        measured = Switching(running.tenantry, running.client, folders, plan.rank, vocabulary, SamplingParams, RequestOutputKind.DELTA)
+        beside = await measured.beside_streams(8, mounts)
+        return {"beside_8_streams": beside, "first_token": await measured.first_tokens(rounds, per_block)}
+
     async def memory(self) -> dict[str, Any]:
         return (await self._running.client.collective_rpc("bench_memory"))[0]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving import adapter_files, engines, figures, gpu_time, model_files, shapes
+from benchmarks.serving import adapter_files, engines, figures, gpu_time, model_files, shapes, switching
 from benchmarks.serving.driver import Driver, random_prompts
 from benchmarks.serving.figures import Stream
 from benchmarks.serving.results import Results
@@ -65,6 +65,24 @@ def test_what_is_kept_is_told_beside_its_bar_for_tenantry_alone() -> None:
     assert stock == {"model": "gptoss-20b", "system": "vllm+8", "batch": 8, "decode_kept": 0.5}
     assert (ours["decode_kept"], ours["decode_bar"]) == (0.9091, 0.88)
     assert (ours["prefill_kept"], ours["prefill_bar"]) == (0.8696, 0.85)
+
+
+def test_a_switch_costs_what_it_takes_more_than_repeating() -> None:
+    found = switching.compared({"repeated": [10.0, 12.0], "alternating": [10.5, 13.0], "cold": [500.0]})
+    assert found["alternating"] == {"ttft_p50_ms": 10.5, "ttft_p99_ms": 13.0, "requests": 2, "extra_p50_ms": 0.5, "extra_p99_ms": 1.0}
+    assert found["cold"]["extra_p50_ms"] == 490.0
+    assert "extra_p50_ms" not in found["repeated"]
+
+
+def test_a_stall_that_begins_in_a_window_counts_in_it_though_it_ends_later() -> None:
+    idle = {"window": "idle", "begins_s": 0.0, "ends_s": 1.0}
+    mounts = [{"window": "mount", "begins_s": 2.0, "ends_s": 2.1}, {"window": "mount", "begins_s": 3.0, "ends_s": 3.2}]
+    gaps = [(0.5, 4.0), (0.6, 5.0), (1.5, 90.0), (2.05, 6.0), (2.3, 250.0), (3.1, 7.0), (3.5, 8.0)]
+    rows = {row["window"]: row for row in switching.seen_in(gaps, [idle, *mounts])}
+    assert (rows["idle"]["gaps"], rows["idle"]["itl_p99_ms"]) == (2, 5.0)
+    assert (rows["mount"]["gaps"], rows["mount"]["itl_longest_ms"]) == (3, 250.0)
+    assert rows["mount"]["lasts_ms"] == [100.0, 200.0]
+    assert rows["mount"]["p99_times_idle"] == 50.0
 
 
 def test_kernels_side_by_side_keep_the_gpu_busy_once() -> None:
