@@ -18,13 +18,13 @@ def secret(number: int) -> str:
     return f"tk_{number:05}"
 
 
-def configuration(pools: int) -> dict[str, bytes]:
+def configuration(pools: int, tenants: int = TENANTS) -> dict[str, bytes]:
     """STATE keys and values: every tenant with a key and limits, its adapters all in one of the pools."""
     found: dict[str, bytes] = {}
     mounts: list[dict[str, Mount]] = [{} for _ in range(pools)]
     aliases: list[dict[str, dict[str, str]]] = [{} for _ in range(pools)]
     limits = TenantLimits(requests_per_minute=10**6, tokens_per_minute=10**9, max_concurrent=8)
-    for number in range(TENANTS):
+    for number in range(tenants):
         name, tenant_id = f"team{number}", f"tn_{number:05}"
         found[state.TENANT_PREFIX + name] = state.encode(Tenant(tenant_id=tenant_id, name=name, limits=limits))
         hashed = hashlib.sha256(secret(number).encode()).hexdigest()

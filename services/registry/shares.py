@@ -94,10 +94,18 @@ class SharesService:
 
     async def _settle(self, pool_id: str, tenant: Tenant) -> None:
         async def write(entry: Entry | None) -> bytes | None:
-            found = await self._store.pool(pool_id)  # read after the entry: never an older incarnation than the entry names
-            return tenancy.encode(self._decided(entry, found[0], tenant)) if found is not None else None
+            # read after the entry: never an older incarnation than the entry names, nor limits that somebody has changed since
+            found = await self._store.pool(pool_id)
+            present = await self._present(tenant)
+            return tenancy.encode(self._decided(entry, found[0], present)) if found is not None else None
 
         await self._store.change(self._store.live, tenancy.shares_key(pool_id, tenant.tenant_id), write)
+
+    async def _present(self, tenant: Tenant) -> Tenant:
+        """As its record stands now; one that is being made has none yet."""
+        entry = await self._store.live.get(state.TENANT_PREFIX + tenant.name)
+        present = state.decode_tenant(entry.value) if entry is not None else tenant
+        return present if present.tenant_id == tenant.tenant_id else tenant
 
     def _decided(self, entry: Entry | None, pool: PoolEntry, tenant: Tenant) -> TenantShares:
         workers = {worker_id: worker.incarnation for worker_id, worker in pool.workers.items()}

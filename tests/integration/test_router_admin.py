@@ -277,6 +277,14 @@ async def test_malformed_negative_and_absurd_numbers_are_refused_by_their_name(
     assert office.heard == []
 
 
+@pytest.mark.parametrize("value", ["Upper", "two words", "", "x" * 5000, 7, True, ["a"]])
+async def test_a_cache_group_that_is_no_name_is_refused_by_its_name(running: Cluster, office: Office, value: Any) -> None:
+    response = await running.client.patch("/admin/v1/tenants/hr", json={"limits": {"cache_group": value}})
+    assert response.status_code == 400
+    assert "cache_group" in response.json()["error"]["param"]
+    assert office.heard == []
+
+
 @pytest.mark.parametrize(
     ("path", "field"),
     [

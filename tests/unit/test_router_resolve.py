@@ -1,8 +1,13 @@
 """Who gets what, as tables: keys, tenant marks, models, defaults, and what is never revealed."""
 
+from statistics import median
+from time import perf_counter_ns
+
 import msgspec
 import pytest
 
+from benchmarks.tenancy_control.configuration import configuration, table_of
+from benchmarks.tenancy_control.configuration import secret as secret_number
 from services.router.models import list_models
 from services.router.resolve import Route, resolve, secret_of
 from services.router.routes import RouteTable
@@ -221,3 +226,16 @@ def test_a_gateways_key_speaks_for_those_it_names_now_and_no_longer_for_those_it
     assert code_of(routes, GATEWAY_KEY, "sales", "tone") == "tenant_not_allowed"
     routes.apply(state.KEY_PREFIX + sha256(GATEWAY_KEY), None)
     assert code_of(routes, GATEWAY_KEY, "cs", "help") == "invalid_api_key"
+
+
+def test_a_lookup_takes_as_long_among_ten_thousand_adapters_as_among_ten() -> None:
+    """By how long the same key's look-ups take in both tables, turn by turn."""
+    large = table_of(configuration(4))
+    small = table_of(configuration(4, tenants=1))
+    taken: dict[int, list[int]] = {id(large): [], id(small): []}
+    for _ in range(2000):
+        for table in (large, small):
+            started_ns = perf_counter_ns()
+            resolve(table, secret_number(0), "", "adapter3")
+            taken[id(table)].append(perf_counter_ns() - started_ns)
+    assert median(taken[id(large)]) < 3 * median(taken[id(small)])
