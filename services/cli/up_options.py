@@ -72,6 +72,9 @@ def service_settings(options: UpOptions, secrets: Secrets, folder: DataFolder) -
             "TENANTRY_ROUTER_PORT": str(options.port),
             "TENANTRY_ROUTER_ADMIN_KEY_SHA256": hashlib.sha256(secrets.admin_key.encode()).hexdigest(),
         },
-        registry={"TENANTRY_REGISTRY_WORK_DIR": str(folder.path / "registry")},
+        registry={
+            "TENANTRY_REGISTRY_WORK_DIR": str(folder.path / "registry"),
+            "TENANTRY_REGISTRY_USAGE_DB": str(folder.path / "usage" / "usage.sqlite"),
+        },
         worker=worker,
     )
