@@ -260,6 +260,32 @@ async def test_burst_borrows_an_idle_guarantee_and_what_waits_of_the_borrower_co
         assert (await router.answer(more)).error == ""
 
 
+@pytest.mark.parametrize("quotas", [True, False])
+async def test_a_tenant_that_fills_the_cache_keeps_another_out_of_neither_its_guarantee_nor_what_is_kept_for_newcomers(
+    nats_server: EmbeddedNats, registry: FakeRegistry, router: FakeRouter, tmp_path: Path, quotas: bool
+) -> None:
+    """With quotas: parts of both have moved here, and come to more than the cache."""
+    async with worker_here(nats_server, tmp_path / "w1", engine=ScriptedSettings(kv_blocks=64, tokens_per_s=100)) as worker:
+        if quotas:
+            part = {"kv_bytes": 64 * KV_BLOCK_BYTES, "assured_kv_bytes": 32 * KV_BLOCK_BYTES}
+            await registry.share("noisy", quota(64), **part)
+            await registry.shared(await registry.share("quiet", quota(64), **part))
+        else:
+            await registry.share("noisy")
+            await registry.shared(await registry.share("quiet"))
+        flood = [await router.ask(of(worker, "noisy"), prompt="[[hang]]", tokens=100) for _ in range(30)]
+        line = worker.governor.admission.queue.line("noisy")
+        await eventually(lambda: line.running and line.waiting_requests + line.running == 30)
+        tokens = 200 if quotas else 8
+        for _ in range(5):
+            answer = await router.asked(of(worker, "quiet"), tokens=tokens)
+            assert (answer.error, queue_ms(answer)) == ("", 0)
+        assert line.waiting_requests > 20
+        for key in flood:
+            await router.cancel(key)
+        await eventually(lambda: worker.governor.in_flight() == 0)
+
+
 async def test_a_request_that_is_delivered_again_reserves_and_counts_once(
     worker: WorkerHere, router: FakeRouter, registry: FakeRegistry
 ) -> None:
