@@ -23,8 +23,11 @@ th, td { padding: .35rem .6rem .35rem 0; border-bottom: 1px solid var(--line); v
 td:first-child { overflow-wrap: anywhere; }
 th.n, td.n { text-align: right; white-space: nowrap; padding-right: 0; padding-left: .8rem; }
 tr.sum td { border-bottom: 0; border-top: 2px solid var(--ink); font-weight: 650; }
-tr.first td { border-top: 1px solid var(--soft); }
+tr.group td { font-weight: 600; padding-top: .9rem; border-bottom-color: var(--soft); }
+td.wraps { white-space: normal; }
 tr { break-inside: avoid; }
+tr.group { break-after: avoid; }
+@media (max-width: 32rem) { body { padding: 1.5rem 1rem; } header { display: block; } .total { text-align: left; margin-top: .8rem; } }
 svg { width: 100%; height: auto; display: block; }
 svg text { font-size: 11px; fill: var(--soft); }
 svg rect { fill: var(--bar); }
@@ -32,7 +35,7 @@ svg line { stroke: var(--line); }
 footer { margin-top: 2.5rem; color: var(--soft); font-size: .85rem; }
 .warn { border-left: 4px solid #b3541e; padding: .4rem .8rem; background: #fdf3ec; }
 @media print { body { padding: 0; max-width: none; font-size: 11pt; } @page { margin: 18mm; }
-  svg rect { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
+  header { display: flex; } .total { text-align: right; } svg rect { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
 
@@ -99,20 +102,22 @@ def _warning(made: Statement) -> str:
 
 
 def _lines(made: Statement) -> str:
-    heads = ("adapter", "", "quantity", "price", "amount")
-    rows: list[str] = []
-    before = ""
-    for adapter, item, per, quantity, price, amount in made.lines:
-        cells = (
-            f"<td>{escape(adapter) if adapter != before else ''}</td><td>{escape(item)}</td>{_number(quantity)}"
-            f"{_number(f'{price:f} per {per}')}{_number(money(amount, made))}"
-        )
-        rows.append(f"<tr{' class=first' if adapter != before else ''}>{cells}</tr>")
-        before = adapter
-    if not rows:
+    if not made.lines:
         return '<p class="soft">Nothing.</p>'
-    total = f'<tr class="sum"><td colspan="4">Total in {escape(made.currency)}</td>{_number(money(made.total, made))}</tr>'
-    return f"<table><thead><tr>{_heads(heads, 2)}</tr></thead><tbody>{''.join(rows)}{total}</tbody></table>"
+    sums: dict[str, Decimal] = {}
+    for line in made.lines:
+        sums[line[0]] = sums.get(line[0], Decimal(0)) + line[-1]
+    rows: list[str] = []
+    before = None
+    for adapter, item, per, quantity, price, amount in made.lines:
+        if adapter != before:
+            rows.append(f'<tr class="group"><td colspan="3">{escape(adapter)}</td>{_number(money(sums[adapter], made))}</tr>')
+        priced = f'<td class="n wraps">{escape(f"{price:f}")} <span class="soft">per {escape(per)}</span></td>'
+        rows.append(f"<tr><td>{escape(item)}</td>{_number(quantity)}{priced}{_number(money(amount, made))}</tr>")
+        before = adapter
+    total = f'<tr class="sum"><td colspan="3">Total in {escape(made.currency)}</td>{_number(money(made.total, made))}</tr>'
+    heads = _heads(("adapter and item", "quantity", "price", "amount"), 1)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}{total}</tbody></table>"
 
 
 def _table(heads: tuple[str, str], rows: list[tuple[str, str]], total: str) -> str:

@@ -118,6 +118,7 @@ class UsageMeter:
             checkpoint=checkpoint,
             final=final,
             tenant_id=handle.tenant_id,
+            tenant=handle.tenant,
             adapter_id=handle.adapter_id,
             digest=handle.digest,
             pool_id=self._me.pool_id,
