@@ -3,9 +3,11 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
+from services.worker import health
 from services.worker.engine import Engine
 from services.worker.governor import AdapterTotals, Governor
 from services.worker.identity import Identity
@@ -30,6 +32,7 @@ class Reporter:
         me: Identity,
         state: Callable[[], str],
         generation: Callable[[], int],
+        health_file: Path | None = None,
     ) -> None:
         self._bus = bus
         self._me = me
@@ -38,6 +41,7 @@ class Reporter:
         self._mounter = mounter
         self._state = state
         self._generation = generation
+        self._health_file = health_file
         self._memory = MemoryReport()
         self._tokens: deque[tuple[float, int]] = deque(maxlen=_SPEED_WINDOW + 1)
         self._loop = asyncio.get_running_loop()
@@ -52,6 +56,8 @@ class Reporter:
                     await self._bus.publish(subject, encode(self.report(self._loop.time())))
                 except BusUnavailable as error:
                     log.debug("report.not_sent", error=error.message)
+                if self._health_file is not None:
+                    health.write(self._health_file, self._state())
                 await asyncio.sleep(interval_s)
 
     async def _watch_memory(self, interval_s: float) -> None:

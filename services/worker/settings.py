@@ -43,6 +43,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_limit_bytes: int = 20 << 30
     max_running: int = 1024  # requests at once, running or waiting; more are bounced, but for tenants with less than an equal part
     shared_prefill_tokens: int = 0  # one tenant's prompt tokens in a step while another tenant is in the engine; 0: a 40th of the step
+    health_file: str = ""  # where the worker's state is written every second, for services.worker.health; empty: nowhere
     grace_s: float = 30.0  # for running requests when told to stop
     freeze_limit_s: float = 2.0
     silence_limit_s: float = 5.0

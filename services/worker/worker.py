@@ -137,6 +137,7 @@ class Worker:
             mounter=mounter,
             state=lambda: self.state,
             generation=lambda: lifecycle.generation,
+            health_file=Path(settings.health_file) if settings.health_file else None,
             me=me,
         )
         return lifecycle, reporter, shares

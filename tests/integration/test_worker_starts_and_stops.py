@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.worker import health
 from services.worker.hello import say_hello
 from shared.bus import Bus, Message
 from shared.bus.embedded import EmbeddedNats
@@ -163,3 +164,14 @@ async def test_an_adapter_drained_while_the_bus_was_away_is_not_heard_again_afte
         assert heard == ["503"] or worker.worker.service.served_adapters == {"ad_one"}, "not heard, unless reconciliation serves it again"
         await registry.drain(mount)
         await eventually(lambda: registry.acked(AdapterDrained, "ad_one"))
+
+
+async def test_a_ready_worker_says_so_in_its_health_file_as_long_as_it_runs(
+    nats_server: EmbeddedNats, registry: FakeRegistry, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    async with worker_here(nats_server, tmp_path / "w1", health_file=str(state)):
+        await eventually(lambda: state.exists() and state.read_text() == "ready")
+        state.unlink()
+        await eventually(state.exists)
+    assert health.trouble(state, state.stat().st_mtime + 60.0) != ""
