@@ -1,9 +1,11 @@
-"""Registries as processes that reserve in one pool's entry at once; what they were told they got is replayed in the order of writing."""
+"""Registries as processes that reserve in one entry at once, replayed from what they were told; router processes that hear of changes."""
 
 import pytest
 
+from benchmarks.tenancy_control.configuration import configuration
 from benchmarks.tenancy_control.quotas import reserving
 from benchmarks.tenancy_control.reserving import Step, overdrafts
+from benchmarks.tenancy_control.visibility import visible
 from shared.bus import Bus
 from shared.bus.embedded import EmbeddedNats
 
@@ -36,3 +38,10 @@ async def test_without_compare_and_set_the_replay_shows_overdrafts(nats_server: 
 def test_the_replay_counts_what_is_held_by_the_order_of_writing(last: Step, found: int) -> None:
     steps = [last, Step(1, {"ad_1": ("tn_0", "w1", 8)}, (), {"tn_0": 1000}), Step(2, {"ad_2": ("tn_0", "w1", 8)}, (), {})]
     assert overdrafts(steps) == found
+
+
+async def test_changes_of_keys_tenants_and_pools_reach_four_router_processes(nats_server: EmbeddedNats, bus: Bus) -> None:
+    """And how long it took is what the benchmark tells; it waits for each of them to answer by every change."""
+    found = await visible(bus, nats_server, configuration(1, tenants=3), rounds=2)
+    assert found.keys() == {f"visible_{what}_{which}_ms" for what in ("key", "tenant", "pool") for which in ("p50", "max")}
+    assert all(0.0 < found[f"visible_{what}_p50_ms"] <= found[f"visible_{what}_max_ms"] for what in ("key", "tenant", "pool"))

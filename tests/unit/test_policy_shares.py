@@ -10,6 +10,7 @@ from shared.contracts.tenancy import Share, TenantLimits, TenantShares
 from shared.policy.shares import UNKNOWN, Use, decide
 
 WORKERS = ("w1", "w2", "w3")
+CACHES = {"w1": 40, "w2": 16, "w3": 64}
 
 
 def split(
@@ -128,6 +129,22 @@ def test_who_was_not_limited_may_hold_anything_until_it_says_otherwise() -> None
     assert [share.held_concurrent for share in split(limited, TEN, TWO, uses, revision=2).workers.values()] == [7, UNKNOWN]
 
 
+def test_work_on_a_worker_whose_cache_is_smaller_than_the_quota_gets_all_of_the_cache_and_the_rest_stays_where_it_is_of_use() -> None:
+    limits, caches = TenantLimits(kv_quota_bytes=60), {"w1": 20, "w2": 80}
+    shares = decide(None, 1, "tn_a", "a", limits, TWO, {}, caches)
+    assert {w: share.kv_bytes for w, share in shares.workers.items()} == {"w1": 12, "w2": 48}
+    seen: list[TenantShares] = []
+    for _ in range(40):
+        uses = {
+            "w1": Use(incarnation="i1", revision=1, running=4, waiting=9, kv_bytes=shares.workers["w1"].kv_bytes or 0),
+            "w2": Use(incarnation="i2", revision=1),
+        }
+        shares = decide(shares, 1, "tn_a", "a", limits, TWO, uses, caches)
+        seen.append(shares)
+    assert {w: share.kv_bytes for w, share in shares.workers.items()} == {"w1": 20, "w2": 40}
+    assert seen[-1] == seen[-2], "it comes to rest"
+
+
 @pytest.mark.parametrize("quota", [1, 7, 10**6, 2**53])
 def test_parts_always_sum_to_the_quota_once_all_agree(quota: int) -> None:
     limits = TenantLimits(kv_quota_bytes=quota, max_concurrent=quota)
@@ -241,7 +258,8 @@ class Pool(RuleBasedStateMachine):
         if found is None or found[0] != self.revision:
             return
         revision, entry, workers, limits = found
-        after = decide(entry, revision, "tn_a", "a", limits, workers, self.registries[registry].uses)
+        caches = {worker_id: CACHES[worker_id] for worker_id in workers}
+        after = decide(entry, revision, "tn_a", "a", limits, workers, self.registries[registry].uses, caches)
         if after != entry:
             self.revision += 1
             self.history.append((self.revision, after))
@@ -257,6 +275,7 @@ class Pool(RuleBasedStateMachine):
         for resource, limit in quota.items():
             shares = entry.workers.values()
             assert sum(getattr(share, resource) for share in shares) <= limit
+            assert resource == "concurrent" or all(share.kv_bytes <= CACHES[w] for w, share in entry.workers.items())
             assert all(getattr(share, f"held_{resource}") >= getattr(share, resource) >= 0 for share in shares)
             total = sum(getattr(share, f"held_{resource}") for share in shares)
             assert total <= max(limit, self.most[resource])
