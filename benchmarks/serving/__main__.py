@@ -103,7 +103,12 @@ def run_system(child: Child, plan: engines.Plan, results: Results, args: argpars
         results.row(plan.model, system, batch, found)
     if child.name == "c" and "d" in args.systems.split(","):
         whole = figures.SYSTEMS["d"]
-        by_batch = child.ask("measure_path", _MEASURE_LIMIT_S, batches=plan.batches, repeats=args.repeats, output_tokens=plan.output_tokens)
+        rates = [float(part) for part in args.rates.split(",") if part]
+        order = {"batches": plan.batches, "repeats": args.repeats, "output_tokens": plan.output_tokens}
+        by_batch = child.ask("measure_path", _MEASURE_LIMIT_S, **order, rates=rates, seconds=args.rate_seconds)
+        for row in by_batch.get("arrivals", []):
+            say(f"  {whole}: {_short(row)}")
+        results.about(whole, {"arrivals": by_batch.get("arrivals", [])})
         for batch in plan.batches:
             say(f"  {whole} batch {batch}: {_short(by_batch[str(batch)])}")
             results.row(plan.model, whole, batch, by_batch[str(batch)])
@@ -137,6 +142,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model's: a smoke test")
     parser.add_argument("--quick", action="store_true", help="batches 1 and 8, one repeat of 100 tokens")
     parser.add_argument("--profile", action="store_true", help="decode steps kernel by kernel too")
+    parser.add_argument("--rates", default="", help="with d: requests per second that arrive by themselves, such as 1,2,4")
+    parser.add_argument("--rate-seconds", type=float, default=20.0)
     parser.add_argument("--switching", type=int, default=0, metavar="ROUNDS", help="with c: the cost of switching and of mounting")
     parser.add_argument("--compiled", action="store_true", help="with torch.compile and piecewise graphs, as vLLM starts by default")
     parser.add_argument("--scratch", type=Path, help="for model and adapters; without it memory where there is room")

@@ -59,6 +59,22 @@ def of_batch(streams: Sequence[Stream]) -> dict[str, float]:
     return found
 
 
+def of_arrivals(streams: Sequence[Stream], rate: float) -> dict[str, float]:
+    """Of requests that came at their own times: times to the first token, and each request's mean time between tokens."""
+    ttfts = [(stream.first_s - stream.sent_s) * 1e3 for stream in streams]
+    itls = [(stream.last_s - stream.first_s) * 1e3 / (stream.tokens - stream.arrivals[0][1]) for stream in streams]
+    spent_s = max(stream.last_s for stream in streams) - min(stream.sent_s for stream in streams)
+    return {
+        "rate": rate,
+        "requests": len(streams),
+        "ttft_p50_ms": percentile(ttfts, 0.5),
+        "ttft_p99_ms": percentile(ttfts, 0.99),
+        "itl_p50_ms": percentile(itls, 0.5),
+        "itl_p99_ms": percentile(itls, 0.99),
+        "otps_all": sum(stream.tokens for stream in streams) / spent_s,
+    }
+
+
 def _gaps_ms(stream: Stream, begins_s: float, ends_s: float) -> list[float]:
     """Per token; tokens that came together share the time."""
     gaps: list[float] = []

@@ -1,7 +1,7 @@
 """`python -m benchmarks.serving.http_load HOST PORT KEY`: batches of streamed completions over HTTP, in a process of its own.
 
-A line of its input is a batch: {"models": [...], "prompts": [[token ids], ...], "output_tokens": N}; a line of its output are the
-streams of it. Raw sockets, one keep-alive connection for each request of the largest batch.
+A line of its input is a batch: {"models": [...], "prompts": [[token ids], ...], "output_tokens": N}, all sent at once or, with
+"arrivals": [seconds, ...], each at its own time; a line of its output are the streams of it. Raw sockets, kept alive.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class Connection:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def completion(self, model: str, prompt: list[int], output_tokens: int) -> Stream:
+    async def completion(self, model: str, prompt: list[int], output_tokens: int, sent_s: float) -> Stream:
         """:raises AssertionError: not 200, or another number of tokens than asked."""
         if self._writer is None or self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(*self._address)
@@ -40,7 +40,6 @@ class Connection:
         }
         raw = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {self._key}\r\ncontent-type: application/json\r\n"
-        sent_s = time.perf_counter()
         self._writer.write(f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw)
         answer = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         if not answer.startswith(b"http/1.1 200"):
@@ -70,20 +69,36 @@ class Connection:
         return arrivals, usage
 
 
-async def run(host: str, port: int, key: str) -> None:
-    connections: list[Connection] = []
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.buffer.readline):
-        batch: dict[str, Any] = msgspec.json.decode(line)
-        while len(connections) < len(batch["prompts"]):
-            connections.append(Connection(host, port, key))
-        models = batch["models"]
+class Load:
+    def __init__(self, host: str, port: int, key: str) -> None:
+        self._address = (host, port, key)
+        self._free: list[Connection] = []
+
+    async def batch(self, order: dict[str, Any]) -> list[Stream]:
+        """A request's time counts from when it was due, whether it could be sent then or not."""
+        models, prompts = order["models"], order["prompts"]
+        arrivals = order.get("arrivals") or [0.0] * len(prompts)
+        start_s = time.perf_counter()
         async with asyncio.timeout(_ANSWER_LIMIT_S), asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(connections[number].completion(models[number % len(models)], prompt, batch["output_tokens"]))
-                for number, prompt in enumerate(batch["prompts"])
+                group.create_task(self._one(models[number % len(models)], prompt, order["output_tokens"], start_s + arrival_s))
+                for number, (prompt, arrival_s) in enumerate(zip(prompts, arrivals, strict=True))
             ]
-        sys.stdout.buffer.write(msgspec.json.encode([task.result() for task in tasks]) + b"\n")
+        return [task.result() for task in tasks]
+
+    async def _one(self, model: str, prompt: list[int], output_tokens: int, due_s: float) -> Stream:
+        await asyncio.sleep(due_s - time.perf_counter())
+        connection = self._free.pop() if self._free else Connection(*self._address)
+        stream = await connection.completion(model, prompt, output_tokens, due_s)
+        self._free.append(connection)
+        return stream
+
+
+async def run(host: str, port: int, key: str) -> None:
+    load = Load(host, port, key)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.buffer.readline):
+        sys.stdout.buffer.write(msgspec.json.encode(await load.batch(msgspec.json.decode(line))) + b"\n")
         sys.stdout.buffer.flush()
 
 

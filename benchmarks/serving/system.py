@@ -30,8 +30,10 @@ class System:
     async def measure(self, *, batch: int, repeats: int, output_tokens: int) -> dict[str, Any]:
         return await self._measured(self._driver, batch, repeats, output_tokens)
 
-    async def measure_path(self, *, batches: list[int], repeats: int, output_tokens: int) -> dict[str, Any]:
-        """The same through client, router, NATS and worker, around the engine that runs here."""
+    async def measure_path(
+        self, *, batches: list[int], repeats: int, output_tokens: int, rates: list[float], seconds: float
+    ) -> dict[str, Any]:
+        """The same through client, router, NATS and worker, around the engine that runs here; and at rates of arrival."""
         from benchmarks.serving.whole_path import around
 
         found: dict[str, Any] = {}
@@ -39,6 +41,9 @@ class System:
             async with around(self._running, self._plan, Path(folder)) as driver:
                 for batch in batches:
                     found[str(batch)] = await self._measured(driver, batch, repeats, output_tokens)
+                for rate in rates:
+                    streams = await driver.arrivals(rate, seconds, self._plan.prompt_tokens, output_tokens, self._seed())
+                    found.setdefault("arrivals", []).append(figures.of_arrivals(streams, rate))
         return found
 
     async def _measured(self, driver: Any, batch: int, repeats: int, output_tokens: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import random
 import secrets
 import socket
 import sys
@@ -37,14 +38,21 @@ class HttpDriver:
         self._process: asyncio.subprocess.Process | None = None
 
     async def batch(self, size: int, prompt_tokens: int, output_tokens: int, seed: str) -> list[Stream]:
+        return await self._sent(random_prompts(size, prompt_tokens, self._vocabulary, seed), output_tokens, [])
+
+    async def arrivals(self, rate: float, seconds: float, prompt_tokens: int, output_tokens: int, seed: str) -> list[Stream]:
+        """`rate` requests a second on average, independent of each other and of the answers."""
+        times = poisson(rate, seconds, seed)
+        return await self._sent(random_prompts(len(times), prompt_tokens, self._vocabulary, seed), output_tokens, times)
+
+    async def _sent(self, prompts: list[list[int]], output_tokens: int, arrivals: list[float]) -> list[Stream]:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "benchmarks.serving.http_load", *self._arguments,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=64 << 20,
             )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
-        prompts = random_prompts(size, prompt_tokens, self._vocabulary, seed)
-        order = {"models": self._models, "prompts": prompts, "output_tokens": output_tokens}
+        order = {"models": self._models, "prompts": prompts, "output_tokens": output_tokens, "arrivals": arrivals}
         self._process.stdin.write(msgspec.json.encode(order) + b"\n")
         await self._process.stdin.drain()
         async with asyncio.timeout(_ANSWER_LIMIT_S):
@@ -115,6 +123,17 @@ async def _answers(port: int) -> None:
             if b" 200 " in status:
                 return
         await asyncio.sleep(0.1)
+
+
+def poisson(rate: float, seconds: float, seed: str) -> list[float]:
+    """Arrival times of a Poisson process."""
+    chooser = random.Random(seed)
+    times: list[float] = []
+    at_s = chooser.expovariate(rate)
+    while at_s < seconds:
+        times.append(at_s)
+        at_s += chooser.expovariate(rate)
+    return times
 
 
 def _free_port() -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving import adapter_files, engines, figures, gpu_time, model_files, shapes, switching
+from benchmarks.serving import adapter_files, engines, figures, gpu_time, model_files, shapes, switching, whole_path
 from benchmarks.serving.driver import Driver, random_prompts
 from benchmarks.serving.figures import Stream
 from benchmarks.serving.results import Results
@@ -65,6 +65,23 @@ def test_what_is_kept_is_told_beside_its_bar_for_tenantry_alone() -> None:
     assert stock == {"model": "gptoss-20b", "system": "vllm+8", "batch": 8, "decode_kept": 0.5}
     assert (ours["decode_kept"], ours["decode_bar"]) == (0.9091, 0.88)
     assert (ours["prefill_kept"], ours["prefill_bar"]) == (0.8696, 0.85)
+
+
+def test_arrivals_come_at_the_rate_that_was_asked_whatever_the_seed() -> None:
+    for seed in ("a", "b", "c"):
+        times = whole_path.poisson(50.0, 100.0, seed)
+        assert times == sorted(times)
+        assert 0.0 < times[0] < times[-1] < 100.0
+        assert len(times) == pytest.approx(5000, rel=0.05)
+
+
+def test_a_request_that_came_late_has_waited_since_it_was_due() -> None:
+    streams = [stream(1.0, (1.1, 1), (1.2, 2)), stream(2.0, (4.0, 1), (4.4, 2))]
+    found = figures.of_arrivals(streams, 0.5)
+    assert found["ttft_p99_ms"] == pytest.approx(2000.0)
+    assert found["itl_p50_ms"] == pytest.approx(50.0)
+    assert found["otps_all"] == pytest.approx(6 / 3.4)
+    assert found["requests"] == 2
 
 
 def test_a_switch_costs_what_it_takes_more_than_repeating() -> None:
