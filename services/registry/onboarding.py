@@ -21,8 +21,9 @@ from shared.contracts.adapters import AdapterEvent, OnboardAdapter
 from shared.contracts.audit import AuditRecord, Phase
 from shared.contracts.errors import to_info
 from shared.contracts.state import AdapterRecord, Intake
-from shared.errors import InvalidRequest, NotFound, NotPermitted, TenantryError
+from shared.errors import InvalidRequest, NotFound, NotPermitted, Overloaded, TenantryError
 from shared.policy.lifecycle import AdapterState
+from shared.policy.pace import Pace
 from shared.runtime import end
 
 log = structlog.get_logger()
@@ -32,6 +33,7 @@ _AT_ONCE = 4
 _ACK_WAIT_S = 9.0
 _RETRY_S = 2.0
 _MAX_DELIVERIES = 8
+_TOLD_PER_MINUTE = 120  # in the audit, of one tenant's requests that come to nothing
 
 
 class _Upload(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,7 @@ class Onboarding:
         self._uploads = uploads
         self._intake = intake
         self._audit = audit
+        self._pace = Pace(_TOLD_PER_MINUTE)
 
     async def consume(self) -> None:
         """For ever; a few at once, the rest wait in the stream."""
@@ -91,7 +94,9 @@ class Onboarding:
         except msgspec.MsgspecError as error:
             await self._refuse(tenant_id, None, InvalidRequest(f"not an onboarding request: {error}"), delivery)
             return None
-        await self._tell(tenant_id, request, delivery, Phase.ASKED)
+        is_told = self._is_told(tenant_id)
+        if is_told:
+            await self._tell(tenant_id, request, delivery, Phase.ASKED)
         record: AdapterRecord | None = None
         upload: _Upload | None = None
         try:
@@ -106,7 +111,8 @@ class Onboarding:
                 raise
             await self._refuse(tenant_id, request, error, delivery)
         except TenantryError as error:
-            await self._tell(tenant_id, request, delivery, Phase.REFUSED, error.code)
+            if is_told or record is not None:
+                await self._tell(tenant_id, request, delivery, Phase.REFUSED, error.code)
             if record is None or await self._was_silent(record):
                 await self._refuse(tenant_id, request, error, delivery)
         else:
@@ -114,6 +120,14 @@ class Onboarding:
             if taken.request != request.request or taken.adapter_id != record.adapter_id:
                 await self._mounting.announce(taken, request.request)  # an earlier upload of the same bytes: this is what it is now
         return upload
+
+    def _is_told(self, tenant_id: str) -> bool:
+        """A tenant publishes as fast as it likes: what comes beyond a minute's measure, and to nothing, is in the log alone."""
+        try:
+            self._pace.take(tenant_id, asyncio.get_running_loop().time())
+        except Overloaded:
+            return False
+        return True
 
     async def _tell(
         self, tenant_id: str, request: OnboardAdapter, delivery: Delivery, phase: Phase, error: str = "", **made: str | int

@@ -272,6 +272,22 @@ async def test_onboarding_by_event_is_told_as_its_tenants(bus: Bus, tmp_path: Pa
         assert {each.error for each in told} == {"", "invalid_request"}
 
 
+async def test_a_flood_of_onboardings_that_come_to_nothing_is_told_to_a_measure(bus: Bus) -> None:
+    async with small_cluster(bus) as (manager, _):
+        tenant = await manager.tenant("sales", nats_password=True)
+        for number in range(150):
+            request = OnboardAdapter(name="Not A Name", object="x", request=f"r{number}")
+            await bus.js.publish(adapters.onboard_subject(tenant.tenant_id), adapters.encode(request))
+
+        async def all_are_refused() -> bool:
+            return len(await manager.events("sales", "Not A Name")) >= 100 and any(
+                event.request == "r149" for event in await manager.events("sales", "Not A Name")
+            )
+
+        await until_async(all_are_refused, timeout_s=30, what="the last one is refused")
+        assert len(await lines(manager, action="onboard_adapter")) == 120
+
+
 async def test_long_requests_are_told_short(bus: Bus) -> None:
     async with small_cluster(bus) as (manager, _):
         await manager.tenant("sales")

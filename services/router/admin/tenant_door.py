@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 from services.router.admin.actor import current_actor, key_of
-from services.router.admin.pace import Pace
 from services.router.asgi import AsgiApp, Event, Receive, Scope, Send
 from services.router.crowd import Crowd
 from services.router.freshness import Freshness
@@ -12,6 +11,7 @@ from services.router.resolve import authenticate
 from services.router.routes import RouteTable
 from shared.contracts import state
 from shared.errors import BodyTooLarge, InvalidKey, NotFound, Overloaded, TenantryError
+from shared.policy.pace import Pace
 
 TENANT = "tenantry.tenant"  # scope key: whose key opened the door; absent for the operator's
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.router.admin.pace import Pace
 from shared.errors import Overloaded
+from shared.policy.pace import Pace
 
 
 def test_each_tenant_has_its_own_minute_and_is_told_when_to_come_again() -> None:

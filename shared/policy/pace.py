@@ -1,4 +1,4 @@
-"""How many changes a minute a tenant may ask this router for: each leaves records that nobody can take away again."""
+"""How many changes a minute a tenant may ask one process for: each leaves records that nobody can take away again."""
 
 from shared.errors import Overloaded
 
