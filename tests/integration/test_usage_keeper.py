@@ -11,6 +11,8 @@ import pytest
 from services.registry import usage_book
 from services.registry.reports import Reports
 from services.registry.settings import RegistrySettings
+from services.registry.store import open_store
+from services.registry.usage_book import UsageBook
 from services.registry.usage_keeper import UsageKeeper
 from services.registry.usage_tables import get_number
 from shared.bus import Bus, Entry, Mirror, follow, forget_before, open_bucket, open_objects, publish_durable, stream_state
@@ -306,6 +308,20 @@ async def test_messages_that_are_gone_and_in_no_snapshot_are_told_in_every_answe
     await forget_before(bus, USAGE_STREAM, last)
     async with projecting(bus, tmp_path / "a.sqlite") as one:
         assert (await one.answer()).missing > 0
+
+
+async def test_a_stream_made_anew_begins_a_new_book_and_the_old_one_is_kept_aside(bus: Bus, tmp_path: Path) -> None:
+    async with projecting(bus, tmp_path / "a.sqlite") as one:
+        await mixed(bus, 5)
+        assert (await one.sums())["requests"] == 5
+    await bus.js.delete_stream(USAGE_STREAM)
+    await open_store(bus)
+    await mixed(bus, 2, start=10)
+    async with projecting(bus, tmp_path / "a.sqlite") as one:
+        assert (await one.sums())["requests"] == 2
+    kept = UsageBook(tmp_path / "a.sqlite.earlier")
+    assert kept.sequence > 5
+    kept.close()
 
 
 async def test_two_registries_of_one_cluster_answer_alike(bus: Bus, tmp_path: Path) -> None:
