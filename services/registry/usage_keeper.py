@@ -4,7 +4,6 @@ Every registry runs it. Each record is published as often as it takes until this
 """
 
 import asyncio
-import sqlite3
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -64,8 +63,8 @@ class UsageKeeper:
                     await self.keep_snapshots()
             except TenantryError as error:
                 log.warning("usage.not_kept", code=error.code, message=error.message)
-            except sqlite3.Error:
-                log.exception("usage.keeper_failed")
+            except Exception:
+                log.exception("usage.keeping_failed")
             await asyncio.sleep(self._settings.usage_round_s)
 
     async def end_engines(self, now_s: float) -> None:

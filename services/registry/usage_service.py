@@ -1,7 +1,6 @@
 """This registry's own projection of the whole usage stream: read into its book, from snapshots where the stream is shorter, and asked."""
 
 import asyncio
-import sqlite3
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
@@ -59,8 +58,8 @@ class UsageService:
                 continue
             except TenantryError as error:
                 log.warning("usage.not_read", code=error.code, message=error.message)
-            except sqlite3.Error:
-                log.exception("usage.book_failed", path=str(self._path))
+            except Exception:  # the registry's other work goes on, and who asks for usage is told that it is not read
+                log.exception("usage.reading_failed", path=str(self._path), sequence=self._sequence)
             await asyncio.sleep(_RETRY_S)
 
     def close(self) -> None:

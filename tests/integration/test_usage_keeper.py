@@ -172,7 +172,7 @@ async def test_attempts_of_an_engine_that_reports_stay_open_and_of_one_that_fell
         await until_async(closed, what="the silent engine's attempt is closed")
 
 
-class Died(Exception):
+class Died(BaseException):
     pass
 
 
