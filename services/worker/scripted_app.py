@@ -14,7 +14,7 @@ from services.worker.governor import Attempt, Governor, current_attempt
 from services.worker.scripted_steps import Sequence, Stepper
 
 DEFAULT_TOKENS = 16
-SLOW_S = 0.5
+SLOW_S = 1.5
 _WORDS = ("amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "haven")
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
