@@ -53,6 +53,11 @@ class HostTier:
         """For a process of the same user on this machine, while this one lives."""
         return f"/proc/{os.getpid()}/fd/{self._memory}"
 
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Set aside, and of it filled by images."""
+        return self.layout.image_bytes * self.images, self.layout.image_bytes * len(self._held)
+
     async def start(self) -> None:
         """:raises StartFailed: the process that packs does not start."""
         try:

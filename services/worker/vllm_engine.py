@@ -152,6 +152,7 @@ class VllmEngine:
         """On a CPU, of this process and the engine's: `other` is what is resident beside weights, slots and KV cache."""
         measured: list[dict[str, Any]] = await self._engine.collective_rpc("tenantry_memory", timeout=CALL_LIMIT_S)
         slots = self._loaded().slots(measured[0]["held"])
+        host_tier_bytes, host_tier_held_bytes = self._tier.bytes if self._tier is not None else (0, 0)
         slots_bytes, kv_bytes = (sum(worker[name] for worker in measured) for name in ("slots", "kv_cache"))
         if "weights" not in measured[0]:
             used_bytes = await asyncio.to_thread(self._resident_bytes)
@@ -165,6 +166,8 @@ class VllmEngine:
                 total_bytes=machine.total,
                 slots=slots,
                 kv_in_use=self._kv_in_use(),
+                host_tier_bytes=host_tier_bytes,
+                host_tier_held_bytes=host_tier_held_bytes,
             )
         total = {name: sum(int(worker[name]) for worker in measured) for name in _SUMMED}
         return MemoryReport(
@@ -181,6 +184,8 @@ class VllmEngine:
             used_bytes=total["device_used"],
             slots=slots,
             kv_in_use=self._kv_in_use(),
+            host_tier_bytes=host_tier_bytes,
+            host_tier_held_bytes=host_tier_held_bytes,
         )
 
     def _kv_in_use(self) -> dict[str, int]:

@@ -87,6 +87,7 @@ async def test_memory_accounts_for_weights_slots_and_cache(desk: Desk) -> None:
     assert memory.weights_bytes > 2 * (DEMO / "base" / "model.safetensors").stat().st_size * 0.9
     assert memory.kv_cache_bytes == 1 << 30
     assert 0 < memory.free_bytes < memory.total_bytes
+    assert 0 < memory.host_tier_held_bytes <= memory.host_tier_bytes, "the desk's adapters are in the host tier"
 
 
 async def test_the_memory_report_says_what_every_slot_holds_and_what_of_it_is_the_adapters_own(desk: Desk) -> None:

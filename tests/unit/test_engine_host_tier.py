@@ -127,3 +127,14 @@ async def test_closing_ends_the_packing_process() -> None:
     await tier.close()
     await tier.close()
     assert process.returncode is not None
+
+
+async def test_its_memory_is_told_as_set_aside_and_as_filled_by_images(tier: HostTier, tmp_path: Path) -> None:
+    whole = 2 * LAYOUT.image_bytes
+    assert tier.bytes == (whole, 0)
+    folders = [adapter(tmp_path / name, float(number + 1)) for number, name in enumerate("abc")]
+    for folder in folders:
+        await tier.stage(folder)
+    assert tier.bytes == (whole, whole), "the third took the first one's place"
+    tier.drop(folders[2])
+    assert tier.bytes == (whole, LAYOUT.image_bytes)
