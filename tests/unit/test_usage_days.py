@@ -83,6 +83,34 @@ def test_a_jump_of_the_servers_clock_by_decades_closes_what_there_is_and_no_more
     book.close()
 
 
+@settings(max_examples=60, deadline=None)
+@given(stamps=st.lists(st.integers(NOON_MS - 3 * DAY_MS, NOON_MS + 9 * DAY_MS), min_size=1, max_size=25), split=st.integers(1, 5))
+def test_whatever_the_servers_clock_does_everything_counts_once_and_never_in_a_closed_day(
+    tmp_path_factory: pytest.TempPathFactory, stamps: list[int], split: int
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("clock")
+    stream = Stream()
+    for number, stamp_ms in enumerate(stamps):
+        stream.add(outcome(f"r{number}"), at_ms=stamp_ms)
+        stream.add(attempt(f"r{number}"), at_ms=stamp_ms)
+        stream.add(residency(NOON_MS - 4 * DAY_MS, NOON_MS - 4 * DAY_MS + number + 1), at_ms=stamp_ms)
+    book = UsageBook(tmp_path / "book.sqlite")
+    final: dict[int, tuple[object, ...]] = {}
+    for start in range(0, len(stream.messages), split):
+        book.apply(stream.messages[start : start + split])
+        open_from = get_number(book.connection, "open_day")
+        for day, content in closed(book)[0]:
+            assert day < open_from
+            assert final.setdefault(day, (content,)) == (content,)
+            lines = book.connection.execute("SELECT SUM(requests), SUM(attempts) FROM lines WHERE quarter / 96 = ?", (day,)).fetchone()
+            assert lines == tuple(
+                sum(line[3].get(name, 0) for line in msgspec.msgpack.decode(content)["lines"]) for name in ("requests", "attempts")
+            )
+    counted = total(book)
+    assert (counted.requests, counted.attempts, counted.adapter_byte_ms) == (len(stamps), len(stamps), len(stamps) << 30)
+    book.close()
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(split=st.integers(1, 40), at=st.integers(1, 6))
 def test_who_reads_in_other_batches_or_from_a_snapshot_holds_the_same_and_closes_the_same_bytes(
