@@ -23,8 +23,8 @@ MinRequests = Annotated[int | None, typer.Option("--min-requests", help="Answers
 Margin = Annotated[str, typer.Option("--error-margin", help="By how much its errors may pass the stable version's, e.g. 5%.")]
 Ratio = Annotated[float | None, typer.Option("--latency-ratio", help="How many times the stable version's p95 to the first byte.")]
 OfVersion = Annotated[int, typer.Option("--version", min=0, help="Only if this one is on trial.")]
-Deadline = Annotated[float, typer.Option("--deadline", min=0, help="Seconds that requests on the version that drains get.")]
-OnDeadline = Annotated[str, typer.Option("--on-deadline", help="abort (with an error) or wait.")]
+Deadline = Annotated[float, typer.Option("--deadline", min=0, help="With --on-deadline abort: seconds that what runs still gets.")]
+OnDeadline = Annotated[str, typer.Option("--on-deadline", help="wait until they end, or abort (with an error).")]
 
 
 @app.command("start")
@@ -122,7 +122,7 @@ def promote(
     tenant: OfTenant = "",
     version: OfVersion = 0,
     deadline_s: Deadline = 300.0,
-    on_deadline: OnDeadline = "abort",
+    on_deadline: OnDeadline = "wait",
     data: access.DataOption = access.DATA,
     url: access.UrlOption = "",
     as_json: access.JsonOption = False,
@@ -144,7 +144,7 @@ def roll_back(
     tenant: OfTenant = "",
     version: OfVersion = 0,
     deadline_s: Deadline = 300.0,
-    on_deadline: OnDeadline = "abort",
+    on_deadline: OnDeadline = "wait",
     data: access.DataOption = access.DATA,
     url: access.UrlOption = "",
     as_json: access.JsonOption = False,

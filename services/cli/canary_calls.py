@@ -53,14 +53,14 @@ class CanaryCalls(AdminHttp):
         return self._send("PATCH", f"/canaries/{tenant}/{name}", CanaryView, json=body)
 
     def promote_canary(
-        self, name: str, tenant: str, *, version: int = 0, deadline_s: float = 300.0, on_deadline: str = "abort"
+        self, name: str, tenant: str, *, version: int = 0, deadline_s: float = 300.0, on_deadline: str = "wait"
     ) -> CanaryView:  # fmt: skip
         """The alias becomes the trial version's, and the one that served drains. The answer is the trial as it was."""
         body = {"version": version, "deadline_s": deadline_s, "on_deadline": on_deadline}
         return self._send("POST", f"/canaries/{tenant}/{name}/promote", CanaryView, json=body)
 
     def roll_back_canary(
-        self, name: str, tenant: str, *, version: int = 0, deadline_s: float = 300.0, on_deadline: str = "abort"
+        self, name: str, tenant: str, *, version: int = 0, deadline_s: float = 300.0, on_deadline: str = "wait"
     ) -> CanaryView:  # fmt: skip
         """The trial is over and its version drains."""
         body = {"version": version, "deadline_s": deadline_s, "on_deadline": on_deadline}

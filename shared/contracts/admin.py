@@ -161,7 +161,7 @@ class PromoteCanary(msgspec.Struct, frozen=True, kw_only=True, tag="promote_cana
     name: str
     version: int = 0  # only if this one is on trial; 0: whichever is
     deadline_s: float = 300.0
-    on_deadline: OnDeadline = OnDeadline.ABORT
+    on_deadline: OnDeadline = OnDeadline.WAIT  # nothing is cut
 
 
 class RollBackCanary(msgspec.Struct, frozen=True, kw_only=True, tag="roll_back_canary"):
@@ -171,7 +171,7 @@ class RollBackCanary(msgspec.Struct, frozen=True, kw_only=True, tag="roll_back_c
     name: str
     version: int = 0
     deadline_s: float = 300.0
-    on_deadline: OnDeadline = OnDeadline.ABORT
+    on_deadline: OnDeadline = OnDeadline.WAIT  # nothing is cut
 
 
 class ListEvents(msgspec.Struct, frozen=True, kw_only=True, tag="list_events"):

@@ -108,8 +108,8 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
         (
             "POST",
             "/canaries/hr/tone/rollback",
-            {"deadline_s": 5, "on_deadline": "wait"},
-            admin.RollBackCanary(tenant="hr", name="tone", deadline_s=5, on_deadline=OnDeadline.WAIT),
+            {"deadline_s": 5, "on_deadline": "abort"},
+            admin.RollBackCanary(tenant="hr", name="tone", deadline_s=5, on_deadline=OnDeadline.ABORT),
         ),
         (
             "GET",

@@ -102,7 +102,7 @@ def test_set_changes_only_what_is_named(plane: Plane) -> None:
 
 def test_promote_and_rollback_say_which_version_serves_and_which_drains(plane: Plane) -> None:
     assert "sales/tone: version 2 serves now; version 1 drains" in run("promote", "tone", "--version", "2", "--deadline", "9")
-    assert plane.seen[-1][3] == {"version": 2, "deadline_s": 9.0, "on_deadline": "abort"}
+    assert plane.seen[-1][3] == {"version": 2, "deadline_s": 9.0, "on_deadline": "wait"}
     assert "sales/tone: version 2 drains; version 1 serves on" in run("rollback", "tone")
     assert plane.seen[-1][1] == "/canaries/sales/tone/rollback"
 

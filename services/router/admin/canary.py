@@ -40,7 +40,7 @@ class Ending(Body):
 
     version: Version = 0
     deadline_s: Annotated[float, Field(gt=0, le=7 * 86_400, allow_inf_nan=False)] = 300.0
-    on_deadline: OnDeadline = OnDeadline.ABORT
+    on_deadline: OnDeadline = OnDeadline.WAIT
 
 
 class _Stored(msgspec.Struct):
