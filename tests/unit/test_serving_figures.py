@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.serving import adapter_files, engines, figures, gpu_time, model_files, shapes, switching, whole_path
+from benchmarks.serving import adapter_files, engines, figures, gpu_time, model_files, report, shapes, switching, whole_path
 from benchmarks.serving.driver import Driver, random_prompts
 from benchmarks.serving.figures import Stream
 from benchmarks.serving.results import Results
@@ -215,3 +216,47 @@ async def test_an_answer_of_another_length_than_asked_is_no_figure() -> None:
     with pytest.raises(ExceptionGroup) as failed:
         await Driver(CountingEngine(short=1), Params, "delta", 2048).batch(1, 5, 9, "seed")
     assert "8 tokens came, 9 were asked for" in str(failed.value.exceptions[0])
+
+
+FOUND = {
+    "rows": [
+        row("tenantry-engine+8", batch=1, ttft_ms=46.25, itl_ms=3.2, otps=312.5, otps_all=300.0, prefill_gpu_ms=28.0),
+        row("vllm", batch=1, ttft_ms=45.0, itl_ms=3.0, otps=333.0, otps_all=320.0, prefill_gpu_ms=24.5),
+        row("vllm", batch=8, ttft_ms=150.0, itl_ms=5.0, otps=200.0, otps_all=1500.0),
+    ],
+    "runs": {
+        "gptoss-20b": {
+            "systems": {
+                "tenantry-engine+8": {
+                    "switching": {
+                        "beside_8_streams": [
+                            {"window": "idle", "lasts_ms": [1500.0, 1501.0], "gaps": 9, "itl_p50_ms": 5.0, "itl_p99_ms": 6.0}
+                        ],
+                        "first_token": {"repeated": {"ttft_p50_ms": 20.0, "ttft_p99_ms": 22.0, "requests": 64}},
+                    }
+                }
+            }
+        }
+    },
+}
+
+
+def test_tables_are_written_between_their_marks_with_what_is_kept_and_asked() -> None:
+    page = "before\n<!-- figures: serving -->\nold\n<!-- end -->\nafter\n<!-- figures: switching -->\n<!-- end -->\n"
+    text = report.write_tables(page, FOUND)
+    lines = text.splitlines()
+    assert lines[0] == "before" and "old" not in lines
+    assert lines[4] == "| GPT-OSS-20B, 1 | vLLM, no adapters | 45.0 | 3.00 | 333, 320 | 24.5 |"
+    assert (
+        lines[5] == "| GPT-OSS-20B, 1 | Tenantry's engine, 8 adapters | 46.2 | 3.20 (94%, asked 88%) | 312, 300 | 28.0 (88%, asked 85%) |"
+    )
+    assert lines[6] == "| GPT-OSS-20B, 8 | vLLM, no adapters | 150.0 | 5.00 | 200, 1,500 | – |"
+    assert "| idle | 1,500, 1,501 | 5.00 | 6.00 | – | – |" in lines
+    assert "| repeated | 64 | 20.00 | 22.00 | – | – |" in lines
+    assert report.write_tables(text, FOUND) == text, "written twice it stays as it is"
+
+
+def test_the_plot_has_a_bar_for_every_row_as_high_as_its_speed() -> None:
+    drawn = ElementTree.fromstring(report.plot(FOUND))
+    heights = sorted(float(bar.get("height", "0")) for bar in drawn if bar.tag.endswith("rect") and bar.get("width") == "22")
+    assert [height / heights[-1] for height in heights] == pytest.approx([0.0, 200 / 333, 312.5 / 333, 1.0], abs=0.01)
