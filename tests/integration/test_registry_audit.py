@@ -179,7 +179,12 @@ async def test_nothing_is_taken_out_of_the_stream(bus: Bus) -> None:
         with pytest.raises(nats.js.errors.APIError):
             await bus.js.delete_msg(audit.AUDIT_STREAM, 1)
         assert len(await raw(bus)) == 2
-    async with running_registry(bus, QUICK):  # and a registry that starts again does not mind
+    for days in (QUICK.audit_kept_days, 7, 0):  # and a registry that starts again does not mind, whatever it is told to keep
+        async with running_registry(bus, msgspec.structs.replace(QUICK, audit_kept_days=days)):
+            pass
+        with pytest.raises(nats.js.errors.APIError):
+            await bus.js.purge_stream(audit.AUDIT_STREAM)
+    async with running_registry(bus, QUICK):
         assert len(await lines(Admin(bus), action="create_tenant")) == 1
 
 
