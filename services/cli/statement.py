@@ -19,6 +19,7 @@ from shared.errors import ConfigInvalid, NotFound
 from shared.policy.bill import UNITS, Line
 from shared.policy.periods import day_at, month, zone_of
 from shared.policy.prices import ITEMS
+from shared.policy.usage_figures import adapter_name
 
 ITEM_NAMES = {
     "prompt_per_1k": ("prompt tokens, not cached", "1,000 tokens"),
@@ -117,7 +118,7 @@ def _summed(bill: Bill, key_of: Callable[[Line], tuple[Any, ...]]) -> dict[tuple
 
 def _adapter(bill: Bill, line: Line) -> str:
     row = bill.reply.rows[line.part.row]
-    return f"{row.alias}@{row.version}" if row.alias else "(base)"
+    return f"{row.alias}@{row.version}" if row.alias else adapter_name(row)
 
 
 def _order(key: tuple[Any, ...]) -> tuple[str, int, Decimal]:
@@ -134,7 +135,7 @@ def _csv_rows(bill: Bill) -> list[dict[str, Any]]:
                 "day": row.day,
                 "tenant": row.tenant,
                 "tenant_id": row.tenant_id,
-                "adapter": row.alias or "(base)",
+                "adapter": adapter_name(row),
                 "version": row.version,
                 "digest": row.digest,
                 "key": row.key_id,

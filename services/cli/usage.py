@@ -85,6 +85,9 @@ def engines(
     if form is Format.CSV:
         sys.stdout.write(as_csv(shown))
         return
+    if not shown:
+        print_line("no engine has told of its time between these moments")
+        return
     columns = ("worker", "incarnation", "wall s", "busy", "idle", "overhead", "unaccounted", "billed of busy", "steps")
     rows = [
         (
@@ -117,6 +120,8 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 
 
 def _safe(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.9f}".rstrip("0").removesuffix(".")
     return "'" + value if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t") else value
 
 
@@ -134,7 +139,7 @@ _SHOWN = (
     ("output", "output_tokens"), ("queue ms", "queue_ms_mean"), ("first ms", "first_token_ms_mean"), ("total ms", "total_ms_mean"),
     ("gpu ms", "gpu_ms"), ("kv GB-h", "kv_gb_hours"), ("adapter GB-h", "adapter_gb_hours"), ("partial", "partial"),
 )  # fmt: skip
-_SPARE = ("cached", "queue ms", "partial", "total ms", "first ms", "failed", "ok")
+_SPARE = ("cached", "queue ms", "partial", "total ms", "first ms", "failed", "ok", "kv GB-h", "gpu ms", "adapter GB-h", "prompt")
 
 
 def _print(reply: UsageReply, bill: Bill | None) -> None:
@@ -144,7 +149,7 @@ def _print(reply: UsageReply, bill: Bill | None) -> None:
     for at, row in enumerate(reply.rows):
         label = labels(row, reply.group_by)
         rows.append(
-            (*(str(label[name]) or "-" for name in names), *_cells(row.amounts, row.outcomes), *([str(bill.amounts[at])] if bill else []))
+            (*(str(label[name] or "-") for name in names), *_cells(row.amounts, row.outcomes), *([str(bill.amounts[at])] if bill else []))
         )
         amounts = plus(amounts, row.amounts)
         for name, count in row.outcomes.items():

@@ -29,7 +29,7 @@ class GetEngines(msgspec.Struct, frozen=True, kw_only=True, tag="get_engines"):
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of groups that were not asked for are empty. `alias` empty: the base itself, or refused before it was known."""
+    """Fields of groups that were not asked for are empty. `alias` empty: the base itself; `base` too: refused before it was known."""
 
     tenant_id: str = ""
     tenant: str = ""  # its last name

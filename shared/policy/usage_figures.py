@@ -39,11 +39,16 @@ def labels(row: UsageRow, group_by: tuple[str, ...]) -> dict[str, Any]:
             case "tenant":
                 found |= {"tenant": row.tenant, "tenant_id": row.tenant_id}
             case "adapter" | "version":
-                found |= {"tenant": row.tenant, "tenant_id": row.tenant_id, "adapter": row.alias or "(base)"}
+                found |= {"tenant": row.tenant, "tenant_id": row.tenant_id, "adapter": adapter_name(row)}
                 found |= {"version": row.version, "digest": row.digest} if group == "version" else {}
             case _:
                 found["key"] = row.key_id
     return found
+
+
+def adapter_name(row: UsageRow) -> str:
+    """What requests that named no adapter are called: the base's own, or those refused before it was known what they asked for."""
+    return row.alias or ("(base)" if row.base else "(none)")
 
 
 def engine_figures(row: EngineRow) -> dict[str, Any]:

@@ -171,6 +171,10 @@ async def test_the_command_prints_tables_csv_and_json(rig: Rig) -> None:
     assert "not complete: client_gone 1, error:queue_full 1" in printed.stdout
     rows = list(csv.DictReader(io.StringIO((await rig.tenantry("usage", "--group-by", "adapter", "--format", "csv")).stdout)))
     assert {row["adapter"] for row in rows} == {"tone", "'=help"}
+    await publish(rig.running.registry.bus, outcome("nothing", alias="", base="", version=0, adapter_id="", digest=""))
+    await publish(rig.running.registry.bus, outcome("base", alias="", version=0, adapter_id="", digest="", outcome="error:queue_full"))
+    rows = list(csv.DictReader(io.StringIO((await rig.tenantry("usage", "--group-by", "adapter", "--format", "csv")).stdout)))
+    assert {row["adapter"] for row in rows if row["tenant"] == "sales"} == {"tone", "(base)", "(none)"}
     as_json = msgspec.json.decode((await rig.tenantry("usage", "--format", "json")).stdout)
     assert {row["tenant"] for row in as_json["rows"]} == {"cs", "gone", "sales"}
     own = await rig.tenantry("usage", "--format", "csv", key=SALES_ADMIN)
