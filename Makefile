@@ -6,7 +6,7 @@ ALL_TESTS := tests/unit tests/contracts tests/integration tests/chaos tests/kern
 TESTS ?= $(ALL_TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-tenancy bench-kernels bench-serving sanitize-kernels
+.PHONY: help venv up test test-kernels venv-kernels check format pins clean bench-router bench-switch bench-start bench-tenancy bench-metering bench-kernels bench-serving sanitize-kernels
 
 help:
 	@echo "make up [ARGS=...]    start Tenantry here (ARGS=--help lists the options)"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench-router     the router beside LiteLLM and vllm-router (its own venv; minutes)"
 	@echo "make bench-switch     what changing the adapter costs on the real engine"
 	@echo "make bench-tenancy    what a noisy tenant can do to a quiet one, and what fairness costs"
+	@echo "make bench-metering   whether the engine's time adds up, who pays for it, and what measuring it costs"
 	@echo "make bench-start      seconds to start, memory of each process"
 	@echo "make bench-serving    on a GPU, with vLLM 0.26 in SERVING_PYTHON: serving 8 adapters beside the base alone (ARGS=\"--model gptoss-20b\")"
 	@echo "make bench-kernels    on a GPU, with vLLM in KERNELS_PYTHON: kernels beside vLLM's, after their tests"
@@ -84,6 +85,9 @@ bench-tenancy: venv
 SERVING_PYTHON ?= python3
 bench-serving:
 	@$(SERVING_PYTHON) -m benchmarks.serving $(ARGS)
+
+bench-metering: venv
+	@$(BIN)/python -m benchmarks.metering $(ARGS)
 
 bench-start: venv
 	@$(BIN)/python -m benchmarks.start_up $(ARGS)

@@ -42,17 +42,25 @@ class Desk:
         self._numbers = itertools.count()
 
     async def ask(
-        self, tenant: str, prompt: str | list[int], max_tokens: int, *, samples: int = 1, keep: list[Asked] | None = None
+        self,
+        tenant: str,
+        prompt: str | list[int],
+        max_tokens: int,
+        *,
+        samples: int = 1,
+        keep: list[Asked] | None = None,
+        adapter_id: str = "",
     ) -> Asked:
         """A streamed completion of exactly `max_tokens` a sample; `keep` gets it when it begins."""
         loop = asyncio.get_running_loop()
-        handle = Handle(tenant_id=tenant, tenant=tenant, pool_id="main", base=self.engine.description.identity)
+        handle = Handle(tenant_id=tenant, tenant=tenant, pool_id="main", base=self.engine.description.identity, adapter_id=adapter_id)
         attempt = Attempt(f"r{next(self._numbers)}", 1, "bench", handle, "/v1/completions")
         asked = Asked(attempt, loop.time())
         if keep is not None:
             keep.append(asked)
-        body = {"prompt": prompt, "n": samples, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
-        prepared = request_policy.prepare(attempt.path, msgspec.json.encode(body), handle, self.engine.base_model_name)
+        body = {"prompt": prompt, "n": samples, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        body |= {"temperature": 0 if samples == 1 else 0.7}  # greedy answers of one prompt would be the same
+        prepared = request_policy.prepare(attempt.path, msgspec.json.encode(body), handle, adapter_id or self.engine.base_model_name)
         attempt.plan = prepared.plan
         bodies = [prepared.body]
 
