@@ -281,11 +281,13 @@ class _Fold:
             "SELECT until_ms, final FROM residency WHERE pool_id = ? AND adapter_id = ? AND since_ms = ?", key
         ).fetchone()  # fmt: skip
         until_ms, final = known or (record.since_ms, 0)
-        if final or record.until_ms < until_ms or (known and record.until_ms == until_ms and not record.final):
+        if final or (known and not record.final and record.until_ms <= until_ms):
             return
         self._name(record.tenant_id, record.tenant)
-        for quarter, byte_ms in residency_parts(until_ms, record.until_ms, record.bytes, self._open_day):
-            post(self._connection, quarter, dimensions_of(record), "", Amounts(adapter_byte_ms=byte_ms))
+        sign = 1 if record.until_ms >= until_ms else -1  # an end may lie before a checkpoint that saw an entry a moment too old
+        begin_ms, end_ms = min(until_ms, record.until_ms), max(until_ms, record.until_ms)
+        for quarter, byte_ms in residency_parts(begin_ms, end_ms, record.bytes, self._open_day):
+            post(self._connection, quarter, dimensions_of(record), "", Amounts(adapter_byte_ms=sign * byte_ms))
         self._connection.execute(
             "INSERT INTO residency VALUES (?, ?, ?, ?, ?, ?)"
             " ON CONFLICT DO UPDATE SET until_ms = excluded.until_ms, final = excluded.final, epoch = excluded.epoch",

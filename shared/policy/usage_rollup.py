@@ -154,6 +154,8 @@ def problem(record: Usage, subject: str, stamp_ms: int) -> str:
         most = _MOST_BYTE_MS if name == "kv_byte_ms" else _MOST
         if isinstance(value, int) and not 0 <= value < most and name != "unaccounted_us":
             return f"{name} is {value}"
+    if isinstance(record, Residency) and record.until_ms < record.since_ms:
+        return "it ends before it begins"
     if isinstance(record, Residency) and record.until_ms > stamp_ms + DAY_MS:
         return f"until_ms is {record.until_ms}, a day or more after it was stored"
     return ""

@@ -22,6 +22,7 @@ from shared.contracts.usage import USAGE_STREAM, EngineEnded, Residency, Usage, 
 from shared.contracts.usage_query import UsageReply
 from shared.contracts.workers import AdapterUse, WorkerReport, report_subject
 from shared.contracts.workers import encode as encode_report
+from shared.errors import NotFound
 from shared.policy.usage_rollup import DAY_MS
 from shared.runtime import end
 from tests.integration.registry_rig import POOL, QUICK, Admin, running_registry, small_cluster
@@ -322,6 +323,30 @@ async def test_a_stream_made_anew_begins_a_new_book_and_the_old_one_is_kept_asid
     kept = UsageBook(tmp_path / "a.sqlite.earlier")
     assert kept.sequence > 5
     kept.close()
+
+
+async def test_a_tenant_deleted_in_mid_month_keeps_its_usage_and_its_successor_of_the_name_sees_none_of_it(
+    bus: Bus, tmp_path: Path
+) -> None:
+    async with running_registry(bus, KEEN):
+        manager = Admin(bus)
+        first = await manager.tenant("hr")
+        await publish(bus, attempt("a", tenant_id=first.tenant_id, tenant="hr"), attempt("b", tenant_id=first.tenant_id, tenant="hr"))
+        await manager.ask(admin.DeleteTenant(name="hr"))
+
+        async def rows(**asked: object) -> list[tuple[str, str, int]]:
+            request = msgspec.structs.replace(EVERYTHING, group_by=("tenant",), **asked)
+            reply = msgspec.convert(await manager.ask(request), UsageReply)
+            return [(row.tenant_id, row.tenant, row.amounts.attempts) for row in reply.rows]
+
+        assert await rows(tenant="hr") == await rows(tenant=first.tenant_id) == await rows() == [(first.tenant_id, "hr", 2)]
+        with pytest.raises(NotFound):
+            await rows(tenant="hr", own=True)
+        second = await manager.tenant("hr")
+        assert await rows(tenant="hr", own=True) == []
+        await publish(bus, attempt("c", tenant_id=second.tenant_id, tenant="hr"))
+        assert await rows(tenant="hr", own=True) == [(second.tenant_id, "hr", 1)]
+        assert sorted(await rows(tenant="hr")) == sorted([(first.tenant_id, "hr", 2), (second.tenant_id, "hr", 1)])
 
 
 async def test_two_registries_of_one_cluster_answer_alike(bus: Bus, tmp_path: Path) -> None:

@@ -155,6 +155,16 @@ def test_residency_is_split_over_quarters_exactly(book: UsageBook) -> None:
     assert total(book, f"quarter = {NOON_MS // QUARTER_MS + 1}").adapter_byte_ms == GIB * 900_000
 
 
+def test_an_end_is_the_truth_also_where_a_checkpoint_had_gone_beyond_it(book: UsageBook) -> None:
+    stream = Stream()
+    since = NOON_MS + QUARTER_MS - 1000
+    for record in (residency(since, since + 5000), residency(since, since + 600, final=True), residency(since, since + 9000)):
+        stream.add(record, at_ms=NOON_MS + QUARTER_MS + 9000)
+    book.apply(stream.messages)
+    assert total(book).adapter_byte_ms == GIB * 600
+    assert total(book, f"quarter = {NOON_MS // QUARTER_MS}").adapter_byte_ms == GIB * 600
+
+
 def test_sums_beyond_64_bits_stay_exact(book: UsageBook) -> None:
     stream = Stream()
     huge = (1 << 60) - 1
@@ -176,6 +186,7 @@ def test_sums_beyond_64_bits_stay_exact(book: UsageBook) -> None:
         (residency(NOON_MS, NOON_MS + 1), worker_usage_subject("w0")),
         (ended(), router_usage_subject("r_test")),
         (residency(NOON_MS, NOON_MS + 2 * DAY_MS), ""),
+        (residency(NOON_MS, NOON_MS - 1, final=True), ""),
     ],
 )
 def test_a_record_that_cannot_be_is_refused_and_counted_and_the_rest_of_its_batch_counts(
