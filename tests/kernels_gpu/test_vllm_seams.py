@@ -262,13 +262,15 @@ def test_the_fused_paths_in_the_seams_give_what_the_path_by_call_gives(
     ids, weights = routing(random)
     case = (random(TOKENS, HIDDEN), random(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 8, random(EXPERTS, HIDDEN, INTERMEDIATE) / 8, ids, weights)
     monkeypatch.setattr(expert_seams, "DECODE_UP_TO_TOKENS", 0)
-    by_call = experts.run(*case)
+    as_vllm = SeamTorchExperts(activation)
+    as_vllm.set_lora_context(context)
+    as_vllm._fused = None
+    by_call = as_vllm.run(*case)
     fused_calls = []
     step = fused_steps.PrefillStep if phase == "prefill" else fused_steps.DecodeStep
     activate = step.activate
     monkeypatch.setattr(step, "activate", lambda *call: (fused_calls.append(1), activate(*call)))
     if phase == "prefill":
-        monkeypatch.setattr(expert_seams, "PREFILL_FROM_TOKENS", 1)
         monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "prefill")
     else:
         monkeypatch.setattr(expert_seams, "DECODE_UP_TO_TOKENS", TOKENS)
@@ -281,12 +283,13 @@ def test_the_fused_paths_in_the_seams_give_what_the_path_by_call_gives(
     assert error(fused, by_call.double()) < 2e-6
     assert error(base[:6], by_call[:6].double()) > 0.01
     assert torch.equal(base[6:11], fused[6:11])
-    if phase == "prefill":
-        monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "decode")
-        wrapper.num_adapters = 2
-        by_call_of_that_size = experts.run(*case)
-        assert error(by_call_of_that_size, by_call.double()) < 2e-6
-        assert torch.equal(base[6:11], by_call_of_that_size[6:11])
+    monkeypatch.setattr(expert_seams, "DECODE_UP_TO_TOKENS", 0)
+    monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "decode")
+    wrapper.num_adapters = 2
+    between = experts.run(*case)
+    assert fused_calls == [1]
+    assert error(between, by_call.double()) < 2e-6
+    assert torch.equal(base[6:11], between[6:11])
 
 
 def test_a_layer_of_more_slices_than_three_is_left_to_vllms_kernels_and_told_once(

@@ -1,5 +1,6 @@
 """What takes the place of an expert layer's activation and of its sum over choices, for one batch: plain, at prefill, at decode."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainStep:
-    """A layer of a batch of a fused size whose adapters, if any, are not in its seams."""
+    """A layer whose adapters, if any, are not in its seams."""
 
     activation: Activation
     topk_ids: torch.Tensor
@@ -98,6 +99,10 @@ class DecodeStep:
 
     def _layer(self) -> dict[str, Any]:
         return {"num_experts": self.lora.num_experts, "slot_enabled": self.slot_enabled, "slot_ranks": self.lora.slot_ranks}
+
+
+BeginStep = Callable[[MoELoRAContext, ExpertLora, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Step]
+"""Of a layer's context, its adapters, x, experts by token and choice, their weights, and the map to local experts."""
 
 
 def begin_decode(

@@ -5,6 +5,7 @@ fully sharded layers. In a step, or a captured graph, without adapters no LoRA k
 """
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,9 @@ from lora_kernels.work_list import WorkList
 
 log = logging.getLogger(__name__)
 
-OWN_RANKS = False
-"""Whether a slot's rows beyond its adapter's own rank are left unread: the kernels then look a rank up and mask by it."""
+OWN_RANKS = os.environ.get("LORA_KERNELS_OWN_RANKS") == "1"
+"""Whether a slot's rows beyond its adapter's own rank are left unread: the kernels then look a rank up and mask by it. On an H200 that
+costs 3 to 18% of an update at decode where ranks are full, and saves up to 13% where they are a quarter of the slot's."""
 
 MOST_PAIRS_A_CALL = MOST_PAIRS
 """(token, expert) pairs that the decode kernels group at a time: a longer batch whose layer has no fused path goes in parts."""
