@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
 
 from shared.bus.embedded import EmbeddedNats
