@@ -72,6 +72,8 @@ class Running:
 async def start_vllm(plan: Plan, *, lora: bool) -> Running:
     """vLLM as it is, by its own AsyncLLM."""
     os.environ.update(VLLM_PLUGINS="", TENANTRY_KERNELS="off")
+    if plan.device == "cpu":
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM

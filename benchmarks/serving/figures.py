@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-SYSTEMS = {"a": "vllm", "b": "vllm+8", "c": "tenantry-engine+8", "d": "tenantry+8", "e": "vllm-serve+8"}
+SYSTEMS = {"a": "vllm", "b": "vllm+8", "c": "tenantry-engine+8", "d": "tenantry+8"}
+OVER_HTTP = {"a": "vllm-serve", "b": "vllm-serve+8"}
 BARS = {
     ("gptoss-20b", "decode"): {1: 0.88, 8: 0.88, 32: 0.83},
     ("qwen3-30b-a3b", "decode"): {1: 0.86, 8: 0.88, 32: 0.85},

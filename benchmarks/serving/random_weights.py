@@ -6,7 +6,9 @@ says that the card is free: until then an engine starts up to the point where it
 
 # pyright: basic, reportMissingImports=false
 
+import cProfile
 import os
+import pstats
 import time
 import zlib
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from benchmarks.serving.gpu_time import busy_ms, by_kernel
+from benchmarks.serving.gpu_time import Event, busy_ms, by_kernel
 
 LOAD_FORMAT = "tenantry_random"
 GATE, SEED = "TENANTRY_BENCH_GATE", "TENANTRY_BENCH_SEED"
@@ -76,6 +78,7 @@ class Measured:
 
     model_runner: Any
     _bench_profile: Any = None
+    _bench_host: Any = None
 
     def bench_fill_slots(self, rank: int, seeds: list[int]) -> int:
         """Adapters 1, 2, ... in their slots with random contents, without files; how many layers took them."""
@@ -108,12 +111,26 @@ class Measured:
             return {}
         running, self._bench_profile = self._bench_profile, None
         running.__exit__(None, None, None)
-        events = [
-            (event.name(), event.start_ns(), event.duration_ns())
-            for event in running.profiler.kineto_results.events()
-            if event.device_type() == torch.autograd.DeviceType.CUDA
+        on_gpu: list[Event] = []
+        on_host: list[Event] = []  # calls of CUDA's runtime
+        for event in running.profiler.kineto_results.events():
+            kind = on_gpu if event.device_type() == torch.autograd.DeviceType.CUDA else on_host
+            kind.append((event.name(), event.start_ns(), event.duration_ns()))
+        return {"busy_ms": busy_ms(on_gpu), "kernels": by_kernel(on_gpu), "calls": by_kernel(on_host, 12)}
+
+    def bench_host_profile(self, *, start: bool) -> list[tuple[str, int, float, float]]:
+        """What the engine's loop did on the host between start and end: function, calls, own and whole milliseconds."""
+        if start:
+            self._bench_host = cProfile.Profile()
+            self._bench_host.enable()
+            return []
+        self._bench_host.disable()
+        found = pstats.Stats(self._bench_host).stats.items()  # type: ignore[attr-defined]
+        rows = [
+            (f"{Path(file).parent.name}/{Path(file).name}:{line} {name}"[:110], calls, own_s * 1e3, whole_s * 1e3)
+            for (file, line, name), (_, calls, own_s, whole_s, _) in found
         ]
-        return {"busy_ms": busy_ms(events), "kernels": by_kernel(events)}
+        return sorted(rows, key=lambda row: -row[2])[:60]
 
     def bench_memory(self) -> dict[str, float]:
         free, total = torch.cuda.mem_get_info()

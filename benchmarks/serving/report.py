@@ -16,9 +16,17 @@ TITLES = {
     "vllm+8": "vLLM, 8 adapters",
     "tenantry-engine+8": "Tenantry's engine, 8 adapters",
     "tenantry+8": "the whole path, 8 adapters",
-    "vllm-serve+8": "vllm serve over HTTP, 8 adapters",
+    "vllm-serve": "vLLM's server over HTTP, no adapters",
+    "vllm-serve+8": "vLLM's server over HTTP, 8 adapters",
 }
-_COLORS = {"vllm": "#8a8f98", "vllm+8": "#c9702b", "tenantry-engine+8": "#2b6cb0", "tenantry+8": "#5fa8dd", "vllm-serve+8": "#dda15e"}
+_COLORS = {
+    "vllm": "#8a8f98",
+    "vllm+8": "#c9702b",
+    "tenantry-engine+8": "#2b6cb0",
+    "tenantry+8": "#5fa8dd",
+    "vllm-serve": "#c4c8cf",
+    "vllm-serve+8": "#dda15e",
+}
 Figures = dict[str, Any]
 
 

@@ -46,6 +46,16 @@ class System:
                     found.setdefault("arrivals", []).append(figures.of_arrivals(streams, rate))
         return found
 
+    async def measure_http(self, *, batches: list[int], repeats: int, output_tokens: int) -> dict[str, Any]:
+        """vLLM's own OpenAI server over its own engine, asked over HTTP as the whole path is."""
+        from benchmarks.serving.vllm_server import around
+
+        found: dict[str, Any] = {}
+        async with around(self._running, self._plan) as driver:
+            for batch in batches:
+                found[str(batch)] = await self._measured(driver, batch, repeats, output_tokens)
+        return found
+
     async def _measured(self, driver: Any, batch: int, repeats: int, output_tokens: int) -> dict[str, Any]:
         """Medians of the repeats, after one that warms up."""
         prompt_tokens = self._plan.prompt_tokens
@@ -59,12 +69,16 @@ class System:
         await self._driver.batch(batch, prompt_tokens, 1, self._seed())
         prefill = await self._profiled(self._driver.batch(batch, prompt_tokens, 1, self._seed()))
         found: dict[str, Any] = {"prefill_gpu_ms": round(prefill["busy_ms"], 3), "prefill_kernels": prefill["kernels"]}
+        found["prefill_calls"] = prefill["calls"]
         if decode:
             # Short prompts, so that what is not decoding is little; it is taken off.
             first = await self._profiled(self._driver.batch(batch, 32, 1, self._seed()))
             steps = await self._profiled(self._driver.batch(batch, 32, 1 + _DECODE_STEPS, self._seed()))
             found["decode_gpu_ms"] = round((steps["busy_ms"] - first["busy_ms"]) / _DECODE_STEPS, 4)
             found["decode_kernels"] = steps["kernels"]
+            found["decode_calls"] = steps["calls"]
+            found["prefill_host"] = await self._on_host(self._driver.batch(batch, prompt_tokens, 1, self._seed()))
+            found["decode_host"] = await self._on_host(self._driver.batch(batch, 32, 1 + _DECODE_STEPS, self._seed()))
         return found
 
     async def switching(self, *, rounds: int, per_block: int, mounts: int) -> dict[str, Any]:
@@ -83,6 +97,11 @@ class System:
 
     async def memory(self) -> dict[str, Any]:
         return (await self._running.client.collective_rpc("bench_memory"))[0]
+
+    async def _on_host(self, work: Any) -> Any:
+        await self._running.client.collective_rpc("bench_host_profile", kwargs={"start": True})
+        await work
+        return (await self._running.client.collective_rpc("bench_host_profile", kwargs={"start": False}))[0]
 
     async def _profiled(self, work: Any) -> dict[str, Any]:
         await self._running.client.collective_rpc("bench_profile", kwargs={"start": True})
