@@ -113,7 +113,7 @@ def run_system(child: Child, plan: engines.Plan, results: Results, args: argpars
             say(f"  {whole} batch {batch}: {_short(by_batch[str(batch)])}")
             results.row(plan.model, whole, batch, by_batch[str(batch)])
     if child.name in figures.OVER_HTTP and args.http:
-        order = {"batches": plan.batches, "repeats": args.repeats, "output_tokens": plan.output_tokens}
+        order = {"batches": plan.batches, "repeats": args.http, "output_tokens": plan.output_tokens}
         by_batch = child.ask("measure_http", _MEASURE_LIMIT_S, **order)
         for batch in plan.batches:
             say(f"  {figures.OVER_HTTP[child.name]} batch {batch}: {_short(by_batch[str(batch)])}")
@@ -148,7 +148,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model's: a smoke test")
     parser.add_argument("--quick", action="store_true", help="batches 1 and 8, one repeat of 100 tokens")
     parser.add_argument("--profile", action="store_true", help="decode steps kernel by kernel too")
-    parser.add_argument("--http", action="store_true", help="with a and b: vLLM's own server over HTTP too")
+    parser.add_argument("--http", type=int, default=0, metavar="REPEATS", help="with a and b: vLLM's own server over HTTP too")
     parser.add_argument("--rates", default="", help="with d: requests per second that arrive by themselves, such as 1,2,4")
     parser.add_argument("--rate-seconds", type=float, default=20.0)
     parser.add_argument("--switching", type=int, default=0, metavar="ROUNDS", help="with c: the cost of switching and of mounting")
