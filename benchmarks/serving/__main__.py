@@ -7,6 +7,7 @@ shape, random token ids as prompts; one system at a time on the card, the next o
 
 import argparse
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -53,7 +54,9 @@ def main() -> None:
     )
     out = args.out / f"serving-{args.device_name}.json"
     about_run = {"card": _card(), "plan": _plan_of(plan), "engine_args": engines.engine_args(plan, tenantry=False)}
-    results = Results(out, machine.context() | about_run)
+    context = machine.context()
+    context["command"] = re.sub(r" --(out|scratch) \S+", "", context["command"])  # says nothing of a figure
+    results = Results(out, context | about_run)
     making: subprocess.Popen[bytes] | None = None
     children: list[Child] = []
     try:
