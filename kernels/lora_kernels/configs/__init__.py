@@ -117,20 +117,23 @@ def _choose(shape: Shape, gpu: str, user_folder: str) -> Tiles:
         ]
         if fitting:
             entry, tiles = min(fitting, key=lambda found: (_distance(found[0], shape), -found[0].rows))  # between two, the larger's
-            return _for_rank(tiles, padded_rank(shape.rank) // padded_rank(entry.rank), default_tiles(shape))
+            return _for_rank(tiles, padded_rank(shape.rank) // padded_rank(entry.rank), shape)
     return default_tiles(shape)
 
 
-def _for_rank(tiles: Tiles, times: int, rule: Tiles) -> Tiles:
-    """An entry's tiles at twice its rank: a program holds as much as before, or, by pair, as much as the rule says (22.6 against 29 us
-    for 8 tokens of GPT-OSS at rank 64). At half its rank as many rows of A as before."""
+def _for_rank(tiles: Tiles, times: int, shape: Shape) -> Tiles:
+    """An entry's tiles at another rank than its own. Twice: by pair or group the rule's for that path (GPT-OSS, rank 64, 256 tokens: 137 us
+    against 165 with halved blocks), else a program holds as much as before. Half: as many rows of A as before."""
     if times < 1:
         return replace(tiles, r_parts=max(1, tiles.r_parts // 2))
-    if times <= 1 or tiles.block < 32 * times:
+    if times == 1:
         return tiles
+    if tiles.path == "groups":
+        return _group_tiles(shape)
+    rule = default_tiles(shape) if shape.op.startswith("dense") else _pair_tiles(shape)
     if tiles.path == rule.path == "pairs":
         return rule
-    return replace(tiles, block=tiles.block // times, steps=tiles.steps * (1 if tiles.path == "pairs" else times))
+    return tiles if tiles.block < 32 * times else replace(tiles, block=tiles.block // times, steps=tiles.steps * times)
 
 
 def _distance(entry: Shape, shape: Shape) -> float:
@@ -150,15 +153,27 @@ def default_tiles(shape: Shape) -> Tiles:
     """A rule that fits registers at every rank."""
     if shape.op.startswith("dense"):
         return _dense_tiles(shape)
+    return _group_tiles(shape) if shape.rows >= 1024 else _pair_tiles(shape)
+
+
+def _group_tiles(shape: Shape) -> Tiles:
     rank = padded_rank(shape.rank)
-    if shape.rows >= 1024:
-        block, stages = 64 if rank <= 128 else 32, 4 if rank <= 32 else 3
-        steps = (192 if shape.op.endswith("expand") else 576) // block
-        return Tiles(path="groups", block=block, steps=_even_steps(shape, block, steps), num_warps=2, stages=stages)
+    block, stages = 64 if rank <= 128 else 32, 4 if rank <= 32 else 3
+    steps = (192 if shape.op.endswith("expand") else 576) // block
+    return Tiles(path="groups", block=block, steps=_even_steps(shape, block, steps), num_warps=2, stages=stages)
+
+
+def _pair_tiles(shape: Shape) -> Tiles:
+    """From rank 64 on as many weights a program as at rank 32, in narrower blocks of B, or 32 rows of A."""
+    rank = padded_rank(shape.rank)
     if shape.op.endswith("expand"):
-        return Tiles(path="pairs", block=max(16, min(256, 8192 // rank)))
-    block = 64 if rank <= 128 else 32
-    return Tiles(path="pairs", block=block, steps=_even_steps(shape, block, max(1, 10240 // (block * rank))))
+        if rank <= 32:
+            return Tiles(path="pairs", block=min(256, 8192 // rank))
+        block = max(16, 4096 // rank)
+        return Tiles(path="pairs", block=block, steps=_even_steps(shape, block, 3), num_warps=2)
+    if rank <= 32:
+        return Tiles(path="pairs", block=64, steps=_even_steps(shape, 64, 10240 // (64 * rank)))
+    return Tiles(path="pairs", block=64, steps=_even_steps(shape, 64, 9), r_parts=rank // 32)
 
 
 def _even_steps(shape: Shape, block: int, most: int) -> int:
@@ -178,11 +193,7 @@ def _dense_tiles(shape: Shape) -> Tiles:
     if shape.rows < 16 and rank <= 64:
         return Tiles(path="pairs", block=min(256, 8192 // rank))
     if shape.rows > 256:
-        if expand:
-            block, stages = (128, 3) if rank <= 32 else (64 if rank <= 128 else 32, 2)
-            return Tiles(path="list", block=block, steps=4, num_warps=8, stages=stages, rows=64)
-        steps = _steps(shape.width, 64, min(16, _PROGRAMS_WANTED * 32 // shape.rows))
-        return Tiles(path="list", block=64, steps=steps, num_warps=4 if rank <= 32 else 8, stages=4 if rank <= 32 else 3, rows=64)
+        return _long_dense_tiles(shape, rank, expand=expand)
     narrow, path = rank <= 32, "list" if shape.rows >= 16 else "slots"
     if expand:
         return Tiles(path=path, block=256 if narrow else 128, num_warps=8)
@@ -192,6 +203,22 @@ def _dense_tiles(shape: Shape) -> Tiles:
     if steps == 1:
         return Tiles(path=path, block=256, num_warps=4 if narrow else 8, rows=rows)
     return Tiles(path=path, block=128, steps=2 * steps, stages=4 if narrow else 3, rows=rows)
+
+
+def _long_dense_tiles(shape: Shape, rank: int, *, expand: bool) -> Tiles:
+    """64 tokens a program. From rank 128 on: h is kept over more of N (rank 256, 6,400 tokens of Llama's o_proj: 491 to 233 us), and K is
+    shared by fewer programs where slices have programs of their own, as partials are long."""
+    large = rank >= 128
+    if expand:
+        if large and rank <= 256:
+            steps = 8 if shape.rows // 64 * (shape.width // 512) >= _PROGRAMS_WANTED // 2 else 4
+            return Tiles(path="list", block=64, steps=steps, num_warps=8, stages=3, rows=64)
+        block, stages = (128, 3) if rank <= 32 else (64 if rank <= 128 else 32, 2)
+        return Tiles(path="list", block=block, steps=4, num_warps=8, stages=stages, rows=64)
+    programs = shape.rows * (shape.slices if large else 1)
+    steps = _steps(shape.width, 64, min(16, _PROGRAMS_WANTED * 32 // programs))
+    stages = 4 if rank <= 32 or rank in (128, 256) else 3
+    return Tiles(path="list", block=64, steps=steps, num_warps=4 if rank <= 32 else 8, stages=stages, rows=64)
 
 
 def _steps(width: int, block: int, splits: int) -> int:

@@ -38,7 +38,7 @@ def slice_of(block, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_
 
 @triton.jit
 def load_b(b_ptr, n, rank, width, R: tl.constexpr, R_PAD: tl.constexpr, EVEN_N: tl.constexpr, HAS_RANKS: tl.constexpr):
-    """Rows n of B. Eight elements are one 16-byte load: masks change between such groups only, the rest of a group is dropped."""
+    """Rows n of B. Eight elements are one 16-byte load: masks change between such groups only; `within_rank` drops the rest of one."""
     r = tl.arange(0, R_PAD)
     b_tile = b_ptr + n[:, None] * R + r[None, :]
     loaded = r < (rank + 7) // 8 * 8
@@ -52,8 +52,13 @@ def load_b(b_ptr, n, rank, width, R: tl.constexpr, R_PAD: tl.constexpr, EVEN_N: 
             b = tl.load(b_tile, mask=(n < width)[:, None] & loaded[None, :] & (r < R)[None, :], other=0.0)
         else:
             b = tl.load(b_tile, mask=(n < width)[:, None], other=0.0)
+    return b
+
+
+@triton.jit
+def within_rank(b, rank, R: tl.constexpr, R_PAD: tl.constexpr, HAS_RANKS: tl.constexpr):
     if HAS_RANKS or R != R_PAD:
-        b = tl.where((r < rank)[None, :], b, 0.0)
+        b = tl.where((tl.arange(0, R_PAD) < rank)[None, :], b, 0.0)
     return b
 
 
@@ -127,7 +132,8 @@ def expand_pairs_kernel(
             h = h * weight
         for step in tl.static_range(STEPS):
             n = first + step * BLOCK_N + tl.arange(0, BLOCK_N)
-            delta = tl.sum(widen(tiles[step], PTX) * h[None, :], axis=1)
+            b = within_rank(tiles[step], rank, R, R_PAD, HAS_RANKS)
+            delta = tl.sum(widen(b, PTX) * h[None, :], axis=1)
             new = (olds[step].to(tl.float32) + delta).to(out_ptr.dtype.element_ty)
             if EVEN_N and not HAS_ENABLED:
                 tl.store(out_row + n, new)
@@ -193,7 +199,7 @@ def expand_rows(
     low = (h - high.to(tl.float32)).to(out_ptr.dtype.element_ty)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         n = first + step * BLOCK_N + tl.arange(0, BLOCK_N)
-        b = load_b(b_ptr, n, rank, width, R, R_PAD, EVEN_N, HAS_RANKS)
+        b = within_rank(load_b(b_ptr, n, rank, width, R, R_PAD, EVEN_N, HAS_RANKS), rank, R, R_PAD, HAS_RANKS)
         inside = members[None, :]
         if not EVEN_N:
             inside = inside & (n < width)[:, None]
