@@ -208,16 +208,16 @@ def _dense_tiles(shape: Shape) -> Tiles:
 def _long_dense_tiles(shape: Shape, rank: int, *, expand: bool) -> Tiles:
     """64 tokens a program. From rank 128 on: h is kept over more of N (rank 256, 6,400 tokens of Llama's o_proj: 491 to 233 us), and K is
     shared by fewer programs where slices have programs of their own, as partials are long."""
-    large = rank >= 128
+    large, fits = rank >= 128, rank * bits(shape.dtype) <= 256 * 16
     if expand:
-        if large and rank <= 256:
+        if large and fits:
             steps = 8 if shape.rows // 64 * (shape.width // 512) >= _PROGRAMS_WANTED // 2 else 4
             return Tiles(path="list", block=64, steps=steps, num_warps=8, stages=3, rows=64)
         block, stages = (128, 3) if rank <= 32 else (64 if rank <= 128 else 32, 2)
         return Tiles(path="list", block=block, steps=4, num_warps=8, stages=stages, rows=64)
     programs = shape.rows * (shape.slices if large else 1)
     steps = _steps(shape.width, 64, min(16, _PROGRAMS_WANTED * 32 // programs))
-    stages = 4 if rank <= 32 or rank in (128, 256) else 3
+    stages = 4 if rank <= 32 or (large and fits) else 3
     return Tiles(path="list", block=64, steps=steps, num_warps=4 if rank <= 32 else 8, stages=stages, rows=64)
 
 
