@@ -22,7 +22,7 @@ OTHER_RANKS = (8, 16, 64, 128, 256)
 MOST_PREFILL_RANK = 128
 """Of expert layers."""
 OTHER_ADAPTERS = (16, 32)
-FEW_TOKENS = (8, 256)
+FEW_TOKENS = (8, 32, 256)
 """Where ranks, adapters and routings other than the usual are measured."""
 FEW_DENSE_TOKENS = (8, 32, 256, 6400)
 PREFILL_FROM = 1024
