@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.serving import engines
 
+_PIPE_LIMIT_S = 5.0
 _MEMORY = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
 
 
@@ -25,7 +26,7 @@ class SystemFailed(Exception):
 class Child:
     """`open_gate` gives it the card: until then it imports and waits."""
 
-    def __init__(self, name: str, plan: engines.Plan, scratch: Path) -> None:
+    def __init__(self, name: str, plan: engines.Plan, scratch: Path, module: str = "benchmarks.serving.system") -> None:
         self.name = name
         self.log = scratch / f"{name}.log"
         self._gate = scratch / f"{name}.gate"
@@ -33,7 +34,7 @@ class Child:
         environment = {**os.environ, "TENANTRY_BENCH_GATE": str(self._gate), "TENANTRY_BENCH_SEED": str(plan.seed)}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.serving.system", name, msgspec.json.encode(plan).decode()],
+                [sys.executable, "-m", module, name, msgspec.json.encode(plan).decode()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -41,7 +42,8 @@ class Child:
                 env=environment,
             )
         self._answers: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=self._read, name=f"{name}-answers", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name=f"{name}-answers", daemon=True)
+        self._reader.start()
 
     def open_gate(self) -> None:
         self._gate.touch()
@@ -65,6 +67,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._reader.join(_PIPE_LIMIT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def tail(self, lines: int = 15) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
