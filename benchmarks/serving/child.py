@@ -83,6 +83,7 @@ class Child:
         except queue.Empty:
             raise SystemFailed(f"{self.name} did not answer in {limit_s:.0f} s:\n{self.tail()}") from None
         if not line:
+            self._answers.put(b"")  # for whoever asks once more
             raise SystemFailed(f"{self.name} has ended:\n{self.tail()}")
         answer: dict[str, Any] = msgspec.json.decode(line)
         if "error" in answer:
