@@ -121,14 +121,14 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         """[num_tokens] int32, -1 for rows without an adapter."""
         return self.token_mapping_meta.token_lora_mapping[:num_tokens]
 
-    def tokens_by_adapter(self, num_tokens: int) -> WorkList:
+    def tokens_by_adapter(self, num_tokens: int, block: int) -> WorkList:
         """For the sum over choices at prefill: made once a step, for all layers whichever adapters leave them alone."""
         made = self._tokens_by_adapter
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # Each layer's own: another graph's would not be made again when this one is replayed.
-            return group_tokens(self.token_slots(num_tokens), num_adapters=self.max_loras)
-        if made is None or made.num_tokens != num_tokens:
-            made = self._tokens_by_adapter = group_tokens(self.token_slots(num_tokens), num_adapters=self.max_loras)
+            return group_tokens(self.token_slots(num_tokens), num_adapters=self.max_loras, block=block)
+        if made is None or (made.num_tokens, made.block_m) != (num_tokens, block):
+            made = self._tokens_by_adapter = group_tokens(self.token_slots(num_tokens), num_adapters=self.max_loras, block=block)
         return made
 
     def _token_list(self, num_tokens: int) -> TokenList:
@@ -182,7 +182,8 @@ class GpuLoraWrapper(PunicaWrapperGPU):
         """Nothing where no adapter of the step changes the head.
 
         Prompt log-probabilities ask for one prompt's rows and do not say whose they are; vLLM's own kernels take them for the sampled
-        ones, and where they are fewer write beyond them. Here they are answered when the whole batch has one adapter.
+        ones, and where they are fewer write beyond them. Here they are answered when the whole batch has one adapter. Rows as many as the
+        sampled ones are taken for those.
 
         :raises RuntimeError: several adapters, or some and the base, one of which changes the head, and rows of which nobody can tell.
         """
