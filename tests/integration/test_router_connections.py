@@ -59,7 +59,7 @@ async def test_a_connection_on_which_nothing_comes_is_closed(nats_server: Embedd
 
 
 async def test_a_head_that_trickles_in_is_a_408_however_steadily(nats_server: EmbeddedNats) -> None:
-    async with cluster(nats_server, head_timeout_s=0.5) as running, connected(running) as [(reader, writer)]:
+    async with cluster(nats_server, head_timeout_s=1.0) as running, connected(running) as [(reader, writer)]:
         writer.write(b"GET /v1/models HTTP/1.1\r\n")
 
         async def trickle() -> None:
@@ -74,7 +74,7 @@ async def test_a_head_that_trickles_in_is_a_408_however_steadily(nats_server: Em
 
 
 async def test_after_an_answer_neither_silence_nor_bytes_of_no_head_keep_a_connection(nats_server: EmbeddedNats) -> None:
-    async with cluster(nats_server, head_timeout_s=0.5, keep_alive_s=1) as running, connected(running, 2) as (quiet, noisy):
+    async with cluster(nats_server, head_timeout_s=1.0, keep_alive_s=1) as running, connected(running, 2) as (quiet, noisy):
         for reader, writer in (quiet, noisy):
             for _ in range(2):
                 writer.write(WHOLE)
@@ -94,7 +94,7 @@ async def test_after_an_answer_neither_silence_nor_bytes_of_no_head_keep_a_conne
 
 async def test_an_answer_that_takes_long_is_not_cut_by_any_of_it(nats_server: EmbeddedNats) -> None:
     async with (
-        cluster(nats_server, head_timeout_s=0.2, keep_alive_s=1) as running,
+        cluster(nats_server, head_timeout_s=1.0, keep_alive_s=1) as running,
         connected(running) as [(reader, writer)],
         held_up(running) as over,
     ):
