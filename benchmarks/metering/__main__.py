@@ -23,9 +23,12 @@ HOW = {
     "less busy, idle and overhead as measured",
     "alone_billed_of_busy": f"{_ENGINE}; each of the three tenants alone: what its attempts were charged of the busy time; the least",
     "prefill_billed_of_shapley": f"{_ENGINE}; prompts of 400 beside streams of 150: charged over the Shapley share of solo and joint runs "
-    "(median of rounds); `…_by_token_count…` is what a split by tokens would charge",
+    "(the least times of the rounds, medians of parts); `…_by_token_count…` is what a split by tokens would charge",
     "metering_overhead": f"{_ENGINE}; 32 short requests at a time, engines with metering and without in turn: 1 - metered / unmetered "
     "requests per second of the best of many bursts, which the rest of the machine disturbed least",
+    "metering_cpu_overhead": "the same bursts: CPU time of the worker's and the model runner's processes for a request, metered / "
+    "unmetered - 1, "
+    "the least of each (the engine's own process spins while it waits)",
     "metering_us_per_token": "CPU time of the hook, its records and the ledger for 32 decoding rows a step, without an engine",
 }
 BARS = {
@@ -34,6 +37,7 @@ BARS = {
     "prefill_billed_of_shapley": (0.85, 1.15),
     "decode_billed_of_shapley": (0.85, 1.15),
     "metering_overhead": (None, 0.02),
+    "metering_cpu_overhead": (None, 0.02),
     "metering_us_per_token": (None, 5.0),
 }
 
