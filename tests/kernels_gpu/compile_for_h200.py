@@ -14,8 +14,9 @@ import triton.backends.nvidia
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
 from lora_kernels.moe_prefill.expand_sum import expand_sum_kernel, schedule_kernel
-from lora_kernels.moe_prefill.plan import TOKEN_BLOCK, PrefillPlan, plan_prefill
+from lora_kernels.moe_prefill.plan import TOKEN_BLOCK, PrefillPlan, SumTiles, plan_prefill
 from lora_kernels.moe_prefill.shrink import shrink_kernel
+from lora_kernels.moe_prefill.sum_experts import sum_experts_kernel
 from lora_kernels.work_list.kernel import (
     CELLS_PER_PROGRAM,
     CHUNK,
@@ -30,9 +31,19 @@ from triton.runtime.jit import JITFunction
 
 BINARIES = Path(triton.backends.nvidia.__file__).parent / "bin"
 ADAPTERS, RANK = 8, 32
-INT_POINTERS = {"order", "tiles", "num_tiles", "topk_ids", "token_order", "token_tiles", "token_adapters", "adapter_enabled"}
+INT_POINTERS = {
+    "order",
+    "tiles",
+    "num_tiles",
+    "topk_ids",
+    "token_order",
+    "token_tiles",
+    "num_token_tiles",
+    "token_adapters",
+    "adapter_enabled",
+}
 INT_POINTERS |= {"entries", "ranks", "counts", "finished", "totals", "places", "token_places", "schedule", "num_items"}
-FLOAT_POINTERS = {"topk_weights", "hidden", "down_hidden"}
+FLOAT_POINTERS = {"topk_weights"}
 SCALARS = {"num_pairs", "max_tiles", "max_token_tiles", "num_tokens", "num_chunks", "lead", "ring_chunks"}
 
 
@@ -82,8 +93,7 @@ def compile_layer(model: str, plan: PrefillPlan, hidden: int, size: int, gpt_oss
 
     summed = {"NUM_EXPERTS": experts, "ALL_LOCAL": True, "TOP_K": top_k, "N": hidden, "BLOCK_T": 4, "BLOCK_N": 512}
     report(model, sum_choices_kernel, summed, num_warps=4)
-    ring = plan.expand_sum
-    assert ring
+    ring = plan.expand_sum or SumTiles(block_m=min(plan.block_m, 64), lead=2, ring=4)
     parts = {"TILE_PARTS": plan.block_m // ring.block_m, "TOKEN_PARTS": TOKEN_BLOCK // ring.block_t}
     common = {"NUM_ADAPTERS": ADAPTERS, "NUM_EXPERTS": experts, "BLOCK_M": ring.block_m, "BLOCK_T": ring.block_t}
     report(model, schedule_kernel, {**common, **parts, "CHUNKS": -(-hidden // ring.chunk_n), "PHASES": 128, "BLOCK": 128})
@@ -96,6 +106,10 @@ def compile_layer(model: str, plan: PrefillPlan, hidden: int, size: int, gpt_oss
         "BLOCK_N": ring.block_n,
     }
     report(model, expand_sum_kernel, {**rank, **common, **shape}, num_warps=ring.num_warps)
+
+    if gpt_oss:
+        shape = {"TOP_K": top_k, "N": hidden, "ALL_LOCAL": True, "NUM_ADAPTERS": ADAPTERS, "STAGES": 4}
+        report(model, sum_experts_kernel, {**rank, **shape, "BLOCK_T": 64, "BLOCK_N": 128}, num_warps=4)
 
 
 def report(model: str, kernel: JITFunction, constants: dict[str, object], *, num_warps: int = 4) -> None:
@@ -110,7 +124,8 @@ def report(model: str, kernel: JITFunction, constants: dict[str, object], *, num
         elif name in SCALARS:
             signature[name] = "i32"
         else:
-            floats = "*fp32" if name in FLOAT_POINTERS else "*bf16"
+            partial = name == "hidden" and kernel in (shrink_kernel, expand_activate_kernel)
+            floats = "*fp32" if name in FLOAT_POINTERS or partial else "*bf16"
             floats = "*i64" if name.endswith("starts") else floats
             signature[name] = "i32" if name.endswith("stride") else "*i32" if name in INT_POINTERS else floats
             attributes[(index,)] = [["tt.divisibility", 16]]

@@ -15,7 +15,7 @@ from lora_kernels.moe_prefill import (
     reference,
     shrink,
 )
-from lora_kernels.moe_prefill.plan import SumTiles
+from lora_kernels.moe_prefill.plan import SumTiles, TokenTiles
 from lora_kernels.work_list import WorkList, build_work_list
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,6 +99,7 @@ class Form(Enum):
 
     ADDED = "added"
     RING = "ring"
+    TOKENS = "tokens"
 
 
 SMALL_RING = SumTiles(block_m=16, block_n=16, block_t=16, chunk_n=32, lead=2, ring=3)
@@ -118,7 +119,11 @@ def plan_of(case: Case, *, form: Form = Form.ADDED) -> PrefillPlan:
     )
     wide = SumTiles(block_m=min(64, plan.block_m), lead=2, ring=4)
     ring = wide if case.lora.hidden_size >= 512 else SMALL_RING
-    return replace(plan, expand_sum=ring if form is Form.RING else None)
+    size = 64 if lora.hidden_size >= 512 and lora.rank <= 64 else 32
+    by_tokens = TokenTiles(block_t=size, block_n=2 * size, num_warps=4, num_stages=3)
+    if form is Form.TOKENS:
+        plan = replace(plan, activate=replace(plan.activate, parts=1))
+    return replace(plan, expand_sum=ring if form is Form.RING else None, sum_experts=by_tokens if form is Form.TOKENS else None)
 
 
 def list_of(case: Case, plan: PrefillPlan) -> WorkList:
@@ -138,17 +143,18 @@ def run(
     """(activated, combined) of the kernels; `case.down` is left alone."""
     work = work or list_of(case, plan)
     hidden = shrink(case.x, case.lora, work, plan)
-    acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan, out_dtype=out_dtype)
+    acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan, case.topk_weights, out_dtype=out_dtype)
     tokens = None
-    if plan.groups_tokens:
-        tokens = group_tokens(case.token_adapters, num_adapters=case.lora.num_adapters, adapter_enabled=case.enabled)
+    if plan.token_block is not None:
+        tokens = group_tokens(
+            case.token_adapters, num_adapters=case.lora.num_adapters, adapter_enabled=case.enabled, block=plan.token_block
+        )
     out = combine(
         case.down.to(out_dtype or case.down.dtype, copy=True),
         down_hidden,
         case.lora,
         work,
         plan,
-        case.topk_weights,
         case.topk_ids,
         tokens_by_adapter=tokens,
         all_experts_local=all_local,

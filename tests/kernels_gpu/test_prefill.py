@@ -124,6 +124,29 @@ def test_wide_layers_are_split_and_the_parts_summed(activation: Activation) -> N
 
 
 @BOTH
+def test_parts_beyond_a_width_read_and_write_nothing(activation: Activation) -> None:
+    case = make_case(activation, DTYPES[-1], hidden_size=96, intermediate_size=64)
+    plan = plan_of(case)
+    parted = replace(
+        plan,
+        shrink=replace(plan.shrink, parts=5, block_n=32),
+        activate=replace(plan.activate, parts=3, block_n=32),
+        add_down=replace(plan.add_down, parts=5, block_n=32),
+    )
+    acts, out = run(case, parted)
+    ref_acts, ref_out = expected(case)
+    assert error(acts, ref_acts) < BOUNDS[case.x.dtype]
+    assert error(out, ref_out) < BOUNDS[case.x.dtype]
+
+
+def test_partial_hidden_vectors_are_refused_by_the_sum_by_tokens() -> None:
+    case = make_case(Activation.SWIGLU, DTYPES[0])
+    plan = plan_of(case, form=Form.TOKENS)
+    with pytest.raises(ValueError, match=r"^plan.activate.parts: expected 1 .*, given 2"):
+        run(case, replace(plan, activate=replace(plan.activate, parts=2, block_n=16)))
+
+
+@BOTH
 @FORMS
 def test_experts_of_other_ranks_are_neither_read_nor_summed(activation: Activation, form: Form) -> None:
     case = make_case(activation, DTYPES[0], num_experts=6, top_k=3)
@@ -254,20 +277,21 @@ def wrong_arguments(case: Case) -> dict[str, dict[str, torch.Tensor]]:
         "x": {"x": case.x.to(odd)},
         "gate_up": {"gate_up": case.gate_up[:, ::2]},
         "hidden": {"hidden": torch.zeros(1, device=DEVICE)},
+        "topk_weights": {"topk_weights": case.topk_weights[:, :1]},
     }
 
 
-@pytest.mark.parametrize("name", ["x", "gate_up", "hidden"])
+@pytest.mark.parametrize("name", ["x", "gate_up", "hidden", "topk_weights"])
 def test_bad_arguments_are_named(name: str) -> None:
     case = make_case(Activation.SWIGLU, DTYPES[0])
     plan = plan_of(case)
     work = list_of(case, plan)
-    given = {"x": case.x, "gate_up": case.gate_up}
+    given = {"x": case.x, "gate_up": case.gate_up, "topk_weights": case.topk_weights}
     given["hidden"] = shrink(case.x, case.lora, work, plan)
     given |= wrong_arguments(case)[name]
     with pytest.raises(ValueError, match=f"^{name}: expected .*, given "):
         shrink(given["x"], case.lora, work, plan)
-        expand_activate(given["gate_up"], given["hidden"], case.lora, work, plan)
+        expand_activate(given["gate_up"], given["hidden"], case.lora, work, plan, given["topk_weights"])
 
 
 @pytest.mark.parametrize("name", ["gate_up_a", "gate_up_b", "down_a", "down_b"])
@@ -314,7 +338,7 @@ def test_nothing_beyond_a_slots_own_rank_counts(activation: Activation, form: Fo
             slot_ranks=slot_ranks,
         ))  # fmt: skip
 
-    own = cut(torch.nan if form is Form.RING else 5.0, torch.tensor(ranks, dtype=torch.int32, device=DEVICE))
+    own = cut(5.0 if form is Form.ADDED else torch.nan, torch.tensor(ranks, dtype=torch.int32, device=DEVICE))
     acts, out = run(own, plan_of(case, form=form))
     ref_acts, ref_out = expected(cut(0.0, None))
     assert error(acts, ref_acts) < BOUNDS[case.x.dtype]
@@ -328,8 +352,9 @@ def test_outputs_are_written_where_the_caller_wants_them(activation: Activation)
     acts, out = run(case, plan)
     work = list_of(case, plan)
     own_acts, own_out = torch.empty_like(acts), torch.empty_like(out)
-    given_acts, hidden = expand_activate(case.gate_up, shrink(case.x, case.lora, work, plan), case.lora, work, plan, out=own_acts)
-    given_out = combine(case.down, hidden, case.lora, work, plan, case.topk_weights, case.topk_ids, out=own_out)
+    hidden = shrink(case.x, case.lora, work, plan)
+    given_acts, hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan, case.topk_weights, out=own_acts)
+    given_out = combine(case.down, hidden, case.lora, work, plan, case.topk_ids, out=own_out)
     assert given_acts is own_acts
     assert given_out is own_out
     assert torch.equal(own_acts, acts)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+LOOPS = ("shrink_kernel", "expand_activate_kernel", "add_down_kernel", "sum_experts_kernel")
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
@@ -24,6 +26,7 @@ def test_every_kernel_compiles_for_both_models(compiled: list[dict[str, object]]
     kernels = {(line["kernel"], line["model"]) for line in compiled}
     names = {"sort_chunks_kernel", "scan_kernel", "scatter_kernel", "shrink_kernel", "expand_activate_kernel", "add_down_kernel"}
     names |= {"sum_choices_kernel", "schedule_kernel", "expand_sum_kernel"}
+    assert ("sum_experts_kernel", "gptoss-20b") in kernels
     assert {(name, model) for name in names for model in ("gptoss-20b", "qwen3-30b-a3b")} <= kernels
 
 
@@ -36,5 +39,5 @@ def test_no_kernel_loads_two_bytes_at_a_time(compiled: list[dict[str, object]]) 
 
 
 def test_products_run_on_warpgroups_and_their_inputs_are_copied_ahead(compiled: list[dict[str, object]]) -> None:
-    products = [line for line in compiled if line["kernel"] in ("shrink_kernel", "expand_activate_kernel", "add_down_kernel")]
+    products = [line for line in compiled if line["kernel"] in LOOPS]
     assert all(line["warpgroup_products"] and line["async_copies"] for line in products)

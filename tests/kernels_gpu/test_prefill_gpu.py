@@ -10,6 +10,7 @@ from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
 from lora_kernels.moe_prefill.expand_sum import expand_sum_kernel, schedule_kernel
 from lora_kernels.moe_prefill.shrink import shrink_kernel
+from lora_kernels.moe_prefill.sum_experts import sum_experts_kernel
 from lora_kernels.moe_prefill.vllm_peer import VllmLayer
 from prefill_cases import Case, Form, error, expected, list_of, make_case, plan_of, run
 
@@ -62,15 +63,14 @@ def test_a_captured_layer_replays_on_other_batches_base_only_ones_too(activation
     with torch.cuda.graph(graph):
         work = list_of(case, plan)
         hidden = shrink(case.x, case.lora, work, plan)
-        acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan)
-        tokens = None if form is Form.ADDED else group_tokens(case.token_adapters, num_adapters=1)
+        acts, down_hidden = expand_activate(case.gate_up, hidden, case.lora, work, plan, case.topk_weights)
+        tokens = group_tokens(case.token_adapters, num_adapters=1, block=plan.token_block) if plan.token_block else None
         out = combine(
             case.down.clone(),
             down_hidden,
             case.lora,
             work,
             plan,
-            case.topk_weights,
             case.topk_ids,
             tokens_by_adapter=tokens,
             all_experts_local=True,
@@ -92,7 +92,11 @@ def test_a_captured_layer_replays_on_other_batches_base_only_ones_too(activation
 @BOTH
 @FORMS
 def test_another_length_does_not_mean_another_compilation(activation: Activation, form: Form) -> None:
-    last = {Form.ADDED: [add_down_kernel, sum_choices_kernel], Form.RING: [schedule_kernel, expand_sum_kernel]}
+    last = {
+        Form.ADDED: [add_down_kernel, sum_choices_kernel],
+        Form.RING: [schedule_kernel, expand_sum_kernel],
+        Form.TOKENS: [sum_experts_kernel],
+    }
     kernels = [shrink_kernel, expand_activate_kernel, *last[form]]
     plan = plan_of(model_case(activation, num_tokens=512), form=form)
     compiled = []

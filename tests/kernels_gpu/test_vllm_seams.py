@@ -310,12 +310,14 @@ def test_a_layer_of_more_slices_than_three_is_left_to_vllms_kernels_and_told_onc
 
 
 def test_tokens_are_grouped_by_adapter_once_a_step(wrapper: gpu_wrapper.GpuLoraWrapper) -> None:
-    first = wrapper.tokens_by_adapter(TOKENS)
+    first = wrapper.tokens_by_adapter(TOKENS, 16)
 
-    assert wrapper.tokens_by_adapter(TOKENS) is first
-    assert wrapper.tokens_by_adapter(TOKENS - 1).num_tokens == TOKENS - 1
+    assert wrapper.tokens_by_adapter(TOKENS, 16) is first
+    assert wrapper.tokens_by_adapter(TOKENS, 64).block_m == 64
+    first = wrapper.tokens_by_adapter(TOKENS, 16)
+    assert wrapper.tokens_by_adapter(TOKENS - 1, 16).num_tokens == TOKENS - 1
     wrapper.update_metadata(LoRAMapping(IDS[::-1], (7, 0, 9)), SLOT_IDS, SLOTS + 1, 1000)
-    assert wrapper.tokens_by_adapter(TOKENS) is not first
+    assert wrapper.tokens_by_adapter(TOKENS, 16) is not first
 
 
 def test_what_lies_beyond_an_adapters_own_rank_is_not_read(random: Any, monkeypatch: pytest.MonkeyPatch) -> None:

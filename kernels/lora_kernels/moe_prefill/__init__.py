@@ -2,7 +2,7 @@
 
 from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.layer import combine, expand_activate, group_tokens, shrink
-from lora_kernels.moe_prefill.plan import PrefillPlan, SumTiles, Tiles, plan_prefill
+from lora_kernels.moe_prefill.plan import PrefillPlan, SumTiles, Tiles, TokenTiles, plan_prefill
 from lora_kernels.moe_prefill.weights import ExpertLora
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "PrefillPlan",
     "SumTiles",
     "Tiles",
+    "TokenTiles",
     "combine",
     "expand_activate",
     "group_tokens",

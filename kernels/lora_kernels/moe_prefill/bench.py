@@ -110,19 +110,18 @@ def list_of(layer: LayerTensors, plan: PrefillPlan) -> object:
 def run_forward(layers: list[LayerTensors], plan: PrefillPlan) -> None:
     """A chain of layers of one batch: tokens are grouped by adapter once, pairs in every layer."""
     tokens = None
-    if plan.groups_tokens:
-        tokens = group_tokens(layers[0].token_adapters, num_adapters=layers[0].lora.num_adapters)
+    if plan.token_block is not None:
+        tokens = group_tokens(layers[0].token_adapters, num_adapters=layers[0].lora.num_adapters, block=plan.token_block)
     for layer in layers:
         work = list_of(layer, plan)
         hidden = shrink(layer.x, layer.lora, work, plan)
-        _, down_hidden = expand_activate(layer.gate_up, hidden, layer.lora, work, plan)
+        _, down_hidden = expand_activate(layer.gate_up, hidden, layer.lora, work, plan, layer.topk_weights)
         combine(
             layer.down,
             down_hidden,
             layer.lora,
             work,
             plan,
-            layer.topk_weights,
             layer.topk_ids,
             tokens_by_adapter=tokens,
             all_experts_local=True,

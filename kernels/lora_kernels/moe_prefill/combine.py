@@ -10,9 +10,8 @@ from lora_kernels.work_list.kernel import load_tile
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def add_down_kernel(
     down,  # [num_pairs, N], changed in place
-    hidden,  # [SPLITS, num_pairs, BLOCK_R] float32, rows in the list's order
+    hidden,  # [SPLITS, num_pairs, BLOCK_R], rows in the list's order, times the routing weight
     b,  # [L, E, N, R]
-    topk_weights,  # [num_pairs] float32
     order,
     tiles,
     num_tiles,
@@ -32,9 +31,9 @@ def add_down_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per (tile, part of N): down += weight * hidden B^T on the rows of the tile's cell."""
+    """One program per (tile, part of N): down += hidden B^T on the rows of the tile's cell."""
     STEPS: tl.constexpr = (N + BLOCK_N * PARTS - 1) // (BLOCK_N * PARTS)
-    EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
+    EVEN_N: tl.constexpr = N == BLOCK_N * STEPS * PARTS
     part = tl.program_id(0) % PARTS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
     if (rows > 0) & (cell < NO_ADAPTER):
@@ -43,7 +42,6 @@ def add_down_kernel(
         row_mask = (m < rows)[:, None]
         pair = tl.load(order + start + m, mask=m < rows, other=0)
         row = pair.to(tl.int64)[:, None]
-        weight = tl.load(topk_weights + pair, mask=m < rows, other=0.0)[:, None]
         place = (start + m).to(tl.int64)[:, None] * BLOCK_R + r[None, :]
         h = load_hidden(hidden, 0, place, row_mask, num_pairs, BLOCK_R, 1, SPLITS).to(b.dtype.element_ty)
         b_at = (cell // NUM_EXPERTS).to(tl.int64) * b_adapter_stride + (cell % NUM_EXPERTS).to(tl.int64) * b_expert_stride
@@ -58,7 +56,7 @@ def add_down_kernel(
                 b_tile = tl.load(b + b_at + n[None, :] * R + r[:, None], mask=(n < N)[None, :] & (r < R)[:, None], other=0.0)
             at = down + row * N + n[None, :]
             base = tl.load(at, mask=mask, other=0.0)
-            delta = tl.dot(h, b_tile, input_precision="ieee") * weight
+            delta = tl.dot(h, b_tile, input_precision="ieee")
             tl.store(at, (base.to(tl.float32) + delta).to(down.dtype.element_ty), mask=mask)
 
 

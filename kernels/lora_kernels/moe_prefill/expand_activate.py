@@ -15,8 +15,9 @@ def expand_activate_kernel(
     b0,  # [L, E, N, R], or [L, E, 2 N, R] interleaved
     b1,
     down_a,  # [L, E, R, N]
+    topk_weights,  # [num_pairs] float32
     out,  # [num_pairs, N]
-    down_hidden,  # [PARTS, num_pairs, BLOCK_R] float32, rows in the list's order
+    down_hidden,  # [PARTS, num_pairs, BLOCK_R], rows in the list's order, times the routing weight
     ranks,  # [>= L] int32, where HAS_RANKS
     order,
     tiles,
@@ -45,7 +46,7 @@ def expand_activate_kernel(
     """One program per (tile, part of N). A tile without an adapter gets the plain activation, bit for bit."""
     SLICES: tl.constexpr = 1 if GPT_OSS else 2
     STEPS: tl.constexpr = (N + BLOCK_N * PARTS - 1) // (BLOCK_N * PARTS)
-    EVEN_N: tl.constexpr = N % (BLOCK_N * STEPS) == 0
+    EVEN_N: tl.constexpr = N == BLOCK_N * STEPS * PARTS
     WHOLE: tl.constexpr = EVEN_N and R == BLOCK_R and not HAS_RANKS
     part = tl.program_id(0) % PARTS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // PARTS, LIST_BLOCK, BLOCK_M)
@@ -100,7 +101,9 @@ def expand_activate_kernel(
             act = activate(gate, up, GPT_OSS, FAST)
             down = tl.dot(act.to(down_a.dtype.element_ty), a_tile, down, input_precision="ieee")
             tl.store(out + row * N + n[None, :], act.to(out.dtype.element_ty), mask=mask)
-        tl.store(down_hidden + part.to(tl.int64) * num_pairs * BLOCK_R + place, down, mask=row_mask)
+        weighed = down * tl.load(topk_weights + pair, mask=m < rows, other=0.0)[:, None]
+        at = down_hidden + part.to(tl.int64) * num_pairs * BLOCK_R + place
+        tl.store(at, weighed.to(down_hidden.dtype.element_ty), mask=row_mask)
 
 
 @triton.jit

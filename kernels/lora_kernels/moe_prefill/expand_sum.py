@@ -131,9 +131,8 @@ def schedule_kernel(
 @triton.jit(do_not_specialize=["num_pairs", "ring_chunks"])
 def expand_sum_kernel(
     down,  # [num_pairs, N]: the base's rows, with bias and routing weight
-    hidden,  # [SPLITS, num_pairs, BLOCK_R] float32, rows in the list's order
+    hidden,  # [SPLITS, num_pairs, BLOCK_R], rows in the list's order, times the routing weight
     b,  # [L, E, N, R]
-    topk_weights,  # [num_pairs] float32
     out,  # [num_tokens, N]
     deltas,  # [ring_chunks, num_pairs, CHUNK_N], B's dtype, rows by place of the token among its adapter's, then by choice
     ranks,  # [>= L] int32, where HAS_RANKS
@@ -187,7 +186,6 @@ def expand_sum_kernel(
             h = load_hidden(hidden, 0, place, row_mask & loaded[None, :], num_pairs, BLOCK_R, 1, SPLITS).to(b.dtype.element_ty)
             b_next = _load_b(b_cell, first_n, loaded, N, R, BLOCK_R, HAS_RANKS, BLOCK_N, N % CHUNK_N == 0)
             pair = tl.load(order + start + m, mask=m < rows, other=0)
-            weight = tl.load(topk_weights + pair, mask=m < rows, other=0.0)[:, None]
             token = tl.load(token_places + pair // TOP_K, mask=m < rows, other=0) - tl.load(fields + 4)
             rows_out = ring + (token.to(tl.int64) * TOP_K + pair % TOP_K)[:, None] * CHUNK_N
             row_mask = ((m < rows) & (token >= 0))[:, None]
@@ -197,7 +195,7 @@ def expand_sum_kernel(
                 if step + 1 < CHUNK_N // BLOCK_N:
                     n = first_n + (step + 1) * BLOCK_N
                     b_next = _load_b(b_cell, n, loaded, N, R, BLOCK_R, HAS_RANKS, BLOCK_N, N % CHUNK_N == 0)
-                delta = tl.dot(h, b_tile, input_precision="ieee") * weight
+                delta = tl.dot(h, b_tile, input_precision="ieee")
                 column = step * BLOCK_N + tl.arange(0, BLOCK_N)
                 tl.store(rows_out + column[None, :], delta.to(deltas.dtype.element_ty), mask=row_mask)
             tl.debug_barrier()

@@ -12,8 +12,9 @@ from lora_kernels.moe_prefill.activation import Activation
 from lora_kernels.moe_prefill.combine import add_down_kernel, sum_choices_kernel
 from lora_kernels.moe_prefill.expand_activate import expand_activate_kernel
 from lora_kernels.moe_prefill.expand_sum import ITEM, expand_sum_kernel, schedule_kernel
-from lora_kernels.moe_prefill.plan import TOKEN_BLOCK, PrefillPlan, SumTiles, Tiles
+from lora_kernels.moe_prefill.plan import TOKEN_BLOCK, PrefillPlan, SumTiles, Tiles, TokenTiles
 from lora_kernels.moe_prefill.shrink import shrink_kernel
+from lora_kernels.moe_prefill.sum_experts import sum_experts_kernel
 from lora_kernels.moe_prefill.weights import ExpertLora, strides
 from lora_kernels.work_list import WorkList, build_work_list
 
@@ -66,13 +67,15 @@ def expand_activate(
     lora: ExpertLora,
     work: WorkList,
     plan: PrefillPlan,
+    topk_weights: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(activation(gate_up + LoRA), [num_pairs, I]; the w2 shrink of it). Rows whose expert lives elsewhere stay unwritten.
 
-    The w2 shrink is [parts, num_pairs, R] float32 partials, rows in the list's order, unwritten where a pair has no adapter.
+    The w2 shrink, times the routing weight, is [parts, num_pairs, R]: float32 partials, or one part in the adapters' dtype; rows in the
+    list's order, unwritten where a pair has no adapter.
 
     gate_up: [num_pairs, 2 I], the base's output with its bias. hidden: what `shrink` gave. out: [num_pairs, I], written and
     given back; made in out_dtype, or gate_up's, where None.
@@ -83,8 +86,9 @@ def expand_activate(
     check_tensor("gate_up", gate_up, dtypes=DTYPES, device=lora.down_a.device, shape=(work.num_pairs, 2 * size))
     expected = (plan.shrink.parts, len(lora.gate_up_a), work.num_pairs, lora.block_r)
     check_tensor("hidden", hidden, dtypes=(torch.float32,), device=gate_up.device, shape=expected)
+    check_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), device=gate_up.device, shape=(work.num_tokens, work.top_k))
     out = _buffer(out, (work.num_pairs, size), out_dtype or gate_up.dtype, gate_up.device)
-    down = torch.empty((tiles.parts, work.num_pairs, lora.block_r), dtype=torch.float32, device=gate_up.device)
+    down = torch.empty((tiles.parts, work.num_pairs, lora.block_r), dtype=_hidden_dtype(lora, plan), device=gate_up.device)
     if work.num_pairs:
         expand_activate_kernel[(_programs(work, tiles.block_m) * tiles.parts,)](
             gate_up,
@@ -92,6 +96,7 @@ def expand_activate(
             lora.gate_up_b[0],
             lora.gate_up_b[-1],
             lora.down_a,
+            topk_weights,
             out,
             down,
             work.order if lora.slot_ranks is None else lora.slot_ranks,
@@ -127,7 +132,6 @@ def combine(
     lora: ExpertLora,
     work: WorkList,
     plan: PrefillPlan,
-    topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
     tokens_by_adapter: WorkList | None = None,
@@ -139,36 +143,82 @@ def combine(
 
     down: [num_pairs, H], the base's rows with bias and routing weight. hidden: what `expand_activate` gave. topk_ids: as
     given to the list. all_experts_local: no id in it is negative. tokens_by_adapter: `group_tokens` of the batch, the same for
-    all layers; made here where it is needed (`plan.groups_tokens`) and None. out: as in `expand_activate`.
+    all layers; made here where it is needed (`plan.token_block`) and None. out: as in `expand_activate`.
     """
     _check_work(lora, work, plan)
     check_tensor("down", down, dtypes=DTYPES, device=lora.down_b.device, shape=(work.num_pairs, lora.hidden_size))
-    check_tensor("topk_weights", topk_weights, dtypes=(torch.float32,), device=down.device, shape=(work.num_tokens, work.top_k))
     check_tensor("topk_ids", topk_ids, dtypes=(torch.int32, torch.int64), device=down.device, shape=(work.num_tokens, work.top_k))
     shape = (plan.activate.parts, work.num_pairs, lora.block_r)
-    check_tensor("hidden", hidden, dtypes=(torch.float32,), device=down.device, shape=shape)
+    check_tensor("hidden", hidden, dtypes=(_hidden_dtype(lora, plan),), device=down.device, shape=shape)
     out = _buffer(out, (work.num_tokens, lora.hidden_size), out_dtype or down.dtype, down.device)
     if not work.num_pairs:
         return out
-    if plan.expand_sum is not None:
+    if plan.token_block is not None:
         tokens = tokens_by_adapter
         if tokens is None:
-            tokens = group_tokens(work.token_adapters, num_adapters=work.num_adapters, adapter_enabled=work.adapter_enabled)
+            tokens = group_tokens(
+                work.token_adapters, num_adapters=work.num_adapters, adapter_enabled=work.adapter_enabled, block=plan.token_block
+            )
         given = (tokens.num_tokens, tokens.top_k, tokens.num_adapters, tokens.num_experts, tokens.block_m)
-        expected = (work.num_tokens, 1, work.num_adapters, 1, TOKEN_BLOCK)
+        expected = (work.num_tokens, 1, work.num_adapters, 1, plan.token_block)
         check("tokens_by_adapter", f"(num_tokens, top_k, num_adapters, num_experts, block_m) {expected}", given, holds=given == expected)
-        _expand_sum(down, hidden, lora, work, plan.expand_sum, topk_weights, tokens, all_experts_local, out)
+        if plan.sum_experts is not None:
+            _sum_experts(down, hidden, lora, work, plan.sum_experts, topk_ids, tokens, all_experts_local, out)
+        elif plan.expand_sum is not None:
+            _expand_sum(down, hidden, lora, work, plan.expand_sum, tokens, all_experts_local, out)
     else:
-        _add_down(down, hidden, lora, work, plan, topk_weights)
+        _add_down(down, hidden, lora, work, plan)
         _sum_choices(down, topk_ids, work, all_experts_local, out)
     return out
 
 
-def group_tokens(token_adapters: torch.Tensor, *, num_adapters: int, adapter_enabled: torch.Tensor | None = None) -> WorkList:
-    """Tokens by adapter, for plans that group them: depends on the batch alone, so one serves all layers of a forward pass."""
+def group_tokens(
+    token_adapters: torch.Tensor, *, num_adapters: int, adapter_enabled: torch.Tensor | None = None, block: int = TOKEN_BLOCK
+) -> WorkList:
+    """Tokens by adapter in tiles of `plan.token_block`: depends on the batch alone, so one serves all layers of a forward pass."""
     no_choice = torch.zeros((token_adapters.shape[0], 1), dtype=torch.int32, device=token_adapters.device)
     return build_work_list(
-        no_choice, token_adapters, num_adapters=num_adapters, num_experts=1, block_m=TOKEN_BLOCK, adapter_enabled=adapter_enabled
+        no_choice, token_adapters, num_adapters=num_adapters, num_experts=1, block_m=block, adapter_enabled=adapter_enabled
+    )
+
+
+def _sum_experts(
+    down: torch.Tensor,
+    hidden: torch.Tensor,
+    lora: ExpertLora,
+    work: WorkList,
+    tiles: TokenTiles,
+    topk_ids: torch.Tensor,
+    tokens: WorkList,
+    all_experts_local: bool,
+    out: torch.Tensor,
+) -> None:
+    check("plan.activate.parts", "1 where plan.sum_experts is given", hidden.shape[0], holds=hidden.shape[0] == 1)
+    sum_experts_kernel[(tokens.max_tiles * triton.cdiv(lora.hidden_size, tiles.block_n),)](
+        down,
+        hidden,
+        lora.down_b,
+        out,
+        topk_ids,
+        work.order if lora.slot_ranks is None else lora.slot_ranks,
+        work.places,
+        tokens.order,
+        tokens.tiles,
+        tokens.num_tiles,
+        tokens.max_tiles,
+        *strides(lora.down_b),
+        NUM_ADAPTERS=work.num_adapters,
+        NUM_EXPERTS=work.num_experts,
+        ALL_LOCAL=all_experts_local,
+        TOP_K=work.top_k,
+        N=lora.hidden_size,
+        R=lora.rank,
+        BLOCK_R=lora.block_r,
+        HAS_RANKS=lora.slot_ranks is not None,
+        BLOCK_T=tiles.block_t,
+        BLOCK_N=tiles.block_n,
+        STAGES=tiles.num_stages,
+        **_options(tiles),
     )
 
 
@@ -178,7 +228,6 @@ def _expand_sum(
     lora: ExpertLora,
     work: WorkList,
     tiles: SumTiles,
-    topk_weights: torch.Tensor,
     tokens: WorkList,
     all_experts_local: bool,
     out: torch.Tensor,
@@ -221,7 +270,6 @@ def _expand_sum(
         down,
         hidden,
         lora.down_b,
-        topk_weights,
         out,
         deltas,
         work.order if lora.slot_ranks is None else lora.slot_ranks,
@@ -253,15 +301,12 @@ def _expand_sum(
     )
 
 
-def _add_down(
-    down: torch.Tensor, hidden: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan, topk_weights: torch.Tensor
-) -> None:
+def _add_down(down: torch.Tensor, hidden: torch.Tensor, lora: ExpertLora, work: WorkList, plan: PrefillPlan) -> None:
     tiles = plan.add_down
     add_down_kernel[(_programs(work, tiles.block_m) * tiles.parts,)](
         down,
         hidden,
         lora.down_b,
-        topk_weights,
         work.order,
         work.tiles,
         work.num_tiles,
@@ -300,7 +345,7 @@ def _sum_choices(down: torch.Tensor, topk_ids: torch.Tensor, work: WorkList, all
     )
 
 
-def _options(tiles: Tiles | SumTiles) -> dict[str, int]:
+def _options(tiles: Tiles | SumTiles | TokenTiles) -> dict[str, int]:
     options = {"num_warps": tiles.num_warps}
     if tiles.max_registers is not None:
         options["maxnreg"] = tiles.max_registers
@@ -312,6 +357,11 @@ def _buffer(given: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dty
         return torch.empty(shape, dtype=dtype, device=device)
     check_tensor("out", given, shape=shape, dtypes=DTYPES, device=device)
     return given
+
+
+def _hidden_dtype(lora: ExpertLora, plan: PrefillPlan) -> torch.dtype:
+    """Of w2's shrink: partials are summed in float32, a sum is what the product reads."""
+    return torch.float32 if plan.activate.parts > 1 else lora.down_b.dtype
 
 
 def _programs(work: WorkList, block_m: int) -> int:

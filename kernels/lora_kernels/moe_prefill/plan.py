@@ -48,19 +48,34 @@ class SumTiles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenTiles:
+    """The launch in which a tile of block_t tokens meets every expert's w2 B. block_n: columns of out."""
+
+    block_t: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """block_m: rows of a work list's tile. expand_sum: w2 expand and sum in one launch; None: in two, the first by add_down."""
+    """block_m: rows of a work list's tile. The w2 expand and sum are one launch by tokens (sum_experts) or by a schedule
+    (expand_sum), or else two, the first by add_down."""
 
     block_m: int
     shrink: Tiles
     activate: Tiles
     add_down: Tiles
     expand_sum: SumTiles | None = None
+    sum_experts: TokenTiles | None = None
 
     @property
-    def groups_tokens(self) -> bool:
-        """Whether `combine` reads `group_tokens` of the batch."""
-        return self.expand_sum is not None
+    def token_block(self) -> int | None:
+        """Tokens in a tile of the `group_tokens` that `combine` reads; None where it reads none."""
+        if self.sum_experts is not None:
+            return self.sum_experts.block_t
+        return None if self.expand_sum is None else TOKEN_BLOCK
 
 
 def plan_prefill(
@@ -77,6 +92,11 @@ def plan_prefill(
     num_narrow_tiles = num_pairs // narrow_m + cells
     few = num_narrow_tiles < PROGRAMS_WANTED
     wide_down = rank <= 64 and hidden_size % 128 == 0
+    parts = 3 if few and intermediate_size > 1024 else 1
+    by_tokens = _by_tokens(num_experts, rank) if num_pairs * hidden_size > L2_BYTES and parts == 1 else None
+    ring = None
+    if num_pairs * hidden_size > L2_BYTES and by_tokens is None:
+        ring = _ring(num_tokens, top_k, num_adapters, num_experts, narrow_m, rank)
     return PrefillPlan(
         block_m=block_m,
         shrink=Tiles(
@@ -89,7 +109,7 @@ def plan_prefill(
         activate=Tiles(
             block_m=narrow_m,
             block_n=32 if few and intermediate_size > 1024 else block_n,
-            parts=3 if few and intermediate_size > 1024 else 1,
+            parts=parts,
             num_warps=4,
             num_stages=3 if rank <= 64 else 2,
         ),
@@ -100,7 +120,8 @@ def plan_prefill(
             num_warps=8 if wide_down else 4,
             num_stages=3,
         ),
-        expand_sum=_ring(num_tokens, top_k, num_adapters, num_experts, narrow_m, rank) if num_pairs * hidden_size > L2_BYTES else None,
+        expand_sum=ring,
+        sum_experts=by_tokens,
     )
 
 
@@ -112,6 +133,14 @@ def _parts(num_tiles: int, size: int, block: int, *, most: int) -> int:
 def _fitting(size: int, block: int, *, most: int) -> list[int]:
     steps = -(-size // block)
     return [parts for parts in range(1, most + 1) if steps % parts == 0]
+
+
+def _by_tokens(num_experts: int, rank: int) -> TokenTiles | None:
+    """None where a token would meet so many rows of B that the products take longer than a ring's deltas."""
+    width = max(16, 1 << (rank - 1).bit_length())
+    if num_experts * width > 1024:
+        return None
+    return TokenTiles(block_t=64, block_n=128, num_warps=4, num_stages=4 if width <= 32 else 2, max_registers=120 if width <= 32 else None)
 
 
 def _ring(num_tokens: int, top_k: int, num_adapters: int, num_experts: int, block_m: int, rank: int) -> SumTiles | None:

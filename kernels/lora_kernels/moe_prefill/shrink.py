@@ -38,7 +38,7 @@ def shrink_kernel(
 ):
     """One program per (tile, split): BLOCK_M pairs of one cell against its A."""
     SPLIT_K: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
-    EVEN_K: tl.constexpr = K % SPLIT_K == 0
+    EVEN_K: tl.constexpr = K == SPLIT_K * SPLITS
     WHOLE: tl.constexpr = EVEN_K and R == BLOCK_R and not HAS_RANKS
     split = tl.program_id(0) % SPLITS
     cell, start, rows = load_tile(tiles, num_tiles, max_tiles, tl.program_id(0) // SPLITS, LIST_BLOCK, BLOCK_M)

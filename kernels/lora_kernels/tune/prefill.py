@@ -6,7 +6,7 @@ from typing import Any
 from lora_kernels.bench.models import MOE
 from lora_kernels.bench.rows import Key
 from lora_kernels.configs.plans import LayerShape
-from lora_kernels.moe_prefill.plan import PrefillPlan, SumTiles, Tiles, plan_prefill
+from lora_kernels.moe_prefill.plan import PrefillPlan, SumTiles, Tiles, TokenTiles, plan_prefill
 
 LIST_BLOCKS = (16, 32, 64, 128)
 MOST_PARTS = 3
@@ -45,13 +45,21 @@ def prefill_candidates(key: Key) -> dict[str, dict[str, list[Any]]]:
     start = rule(shape)
     found = {}
     for block_m in (block for block in LIST_BLOCKS if start.block_m / 2 <= block <= start.block_m * 2):
-        for ring in (True, False):
-            found[f"tiles of {block_m}, {'one launch' if ring else 'added'}"] = {
+        shrinks, activations = _shrinks(start.shrink, block_m, shape), _activations(start.activate, block_m, shape)
+        added = _downs(start.add_down, block_m, shape)
+        whole = [tiles for tiles in activations if tiles.parts == 1]
+        for form, activate, down, ring, by_tokens in (
+            ("by tokens", whole, [start.add_down], [None], _by_tokens(start.sum_experts)),
+            ("one launch", activations, [start.add_down], _rings(start.expand_sum, block_m), [None]),
+            ("added", activations, added, [None], [None]),
+        ):
+            found[f"tiles of {block_m}, {form}"] = {
                 "block_m": [block_m],
-                "shrink": _shrinks(start.shrink, block_m, shape),
-                "activate": _activations(start.activate, block_m, shape),
-                "add_down": [start.add_down] if ring else _downs(start.add_down, block_m, shape),
-                "expand_sum": _rings(start.expand_sum, block_m) if ring else [None],
+                "shrink": shrinks,
+                "activate": activate,
+                "add_down": down,
+                "expand_sum": ring,
+                "sum_experts": by_tokens,
             }
     return found
 
@@ -94,6 +102,21 @@ def _rings(start: SumTiles | None, block_m: int) -> list[SumTiles]:
     first = replace(start, block_m=narrow_m) if start else SumTiles(block_m=narrow_m, lead=2, ring=4)
     options = [replace(first, lead=lead, ring=lead + slack) for lead in (1, 2, 3, 4, 6, 8) for slack in (1, 3, 5)]
     options += [replace(first, block_t=block_t, chunk_n=chunk_n) for block_t, chunk_n in ((4, 256), (16, 256), (4, 512), (8, 512))]
+    return [first, *(tiles for tiles in options if tiles != first)]
+
+
+def _by_tokens(start: TokenTiles | None) -> list[TokenTiles]:
+    first = start or TokenTiles(block_t=64, block_n=128, num_warps=4, num_stages=2)
+    options = [
+        replace(first, block_t=block_t, block_n=block_n, num_warps=warps, max_registers=most)
+        for block_t, block_n, warps, most in (
+            (64, 64, 4, 80),
+            (64, 128, 4, None),
+            (64, 128, 8, 64),
+            (128, 128, 8, 128),
+            (128, 128, 4, None),
+        )
+    ]
     return [first, *(tiles for tiles in options if tiles != first)]
 
 

@@ -19,7 +19,7 @@ STEPS = 24
 REPLAYS = 9
 WORTH = 0.995
 """A candidate must be faster by this factor to be taken: less is noise."""
-WHOLE = ("block_m", "expand_sum")
+WHOLE = ("block_m", "expand_sum", "sum_experts")
 """What the other fields of a plan at prefill were chosen for."""
 Run = Callable[[int, Plan], object]
 Measure = Callable[[Plan], float]

@@ -56,7 +56,7 @@ class PrefillStep:
     """What the shrink before the next seam gave."""
 
     def activate(self, output: torch.Tensor, gate_up: torch.Tensor) -> None:
-        _, self.hidden = expand_activate(gate_up, self.hidden, self.lora, self.work, self.plan, out=output)
+        _, self.hidden = expand_activate(gate_up, self.hidden, self.lora, self.work, self.plan, self.topk_weights, out=output)
 
     def sum_choices(self, down: torch.Tensor, output: torch.Tensor) -> None:
         combine(
@@ -65,7 +65,6 @@ class PrefillStep:
             self.lora,
             self.work,
             self.plan,
-            self.topk_weights,
             self.topk_ids,
             tokens_by_adapter=self.tokens_by_adapter,
             all_experts_local=self.all_experts_local,
@@ -152,7 +151,9 @@ def begin_prefill(
     plan = plan_for(layer_shape(context, lora, topk_ids), x.device)
     counts = {"num_adapters": lora.num_adapters, "num_experts": lora.num_experts}
     work = build_work_list(ids, slots, block_m=plan.block_m, adapter_enabled=context.adapter_enabled, **counts)
-    tokens = context.punica_wrapper.tokens_by_adapter(num_tokens) if plan.groups_tokens and mapping is None else None
+    tokens = None
+    if plan.token_block is not None and mapping is None:
+        tokens = context.punica_wrapper.tokens_by_adapter(num_tokens, plan.token_block)
     return PrefillStep(
         lora=lora,
         plan=plan,
