@@ -5,11 +5,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lora_kernels.configs import Tiles, tuned
+from lora_kernels.configs import Shape, Tiles, group_tiles, tuned
 from lora_kernels.launch import Overlap
 from lora_kernels.moe_expand import moe_expand_
 from lora_kernels.moe_shrink import moe_shrink
 from lora_kernels.pair_groups import PairGroups, can_group, group_pairs
+
+CROWDED = 3
+"""Pairs for each cell."""
 
 
 @dataclass(kw_only=True)
@@ -82,7 +85,8 @@ def decode_tiles(
 ) -> tuple[Tiles, Tiles]:
     """Tuned or default tiles of the shrink and the expand; by pair where there are too many pairs or cells to group.
 
-    Groups are looked for in all cells: where fewer than half as many pairs are, most programs would find none.
+    Groups are looked for in all cells: where fewer than half as many pairs are, most programs would find none. Where pairs are several
+    times the cells, weights are read so often by pair that they are grouped whatever other models' entries say.
     """
     rows, adapters, rank = routing.topk_ids.numel(), routing.num_slots, lora_a[0].shape[2]
     can = can_group(rows, num_slots=adapters, num_experts=routing.num_experts) and 2 * rows >= adapters * routing.num_experts
@@ -93,5 +97,7 @@ def decode_tiles(
         tiles = tuned(op, like, rows=rows, **shape)
         if tiles.path == "groups" and not can:
             tiles = tuned(op, like, rows=1, **shape)
+        elif tiles.path == "pairs" and can and rows >= CROWDED * adapters * routing.num_experts:
+            tiles = group_tiles(Shape(op=op, dtype=str(like.dtype).removeprefix("torch."), rows=rows, **shape))
         chosen.append(tiles)
     return chosen[0], chosen[1]

@@ -248,6 +248,14 @@ def test_pairs_are_grouped_where_they_are_many_beside_the_cells(slots: int, path
     assert [tiles.path for tiles in decode_tiles(out, x, [a], [b], routing)] == [path, path]
 
 
+@pytest.mark.parametrize(("tokens", "path"), [(11, "pairs"), (12, "groups")])
+def test_a_few_crowded_cells_are_grouped_though_the_batch_is_small(tokens: int, path: str) -> None:
+    topk_ids = torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE)
+    routing = Routing(token_slots=topk_ids[:, 0].contiguous(), topk_ids=topk_ids, num_slots=2, num_experts=8)
+    a, b, x, out = (torch.zeros(*shape, device=DEVICE) for shape in ((2, 1, 16, 96), (2, 1, 96, 16), (tokens, 96), (tokens, 4, 96)))
+    assert [tiles.path for tiles in decode_tiles(out, x, [a], [b], routing)] == [path, path]
+
+
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")
 def test_lengths_of_batches_compile_nothing_new() -> None:
     kernels = (

@@ -129,7 +129,7 @@ def _for_rank(tiles: Tiles, times: int, shape: Shape) -> Tiles:
     if times == 1:
         return tiles
     if tiles.path == "groups":
-        return _group_tiles(shape)
+        return group_tiles(shape)
     rule = default_tiles(shape) if shape.op.startswith("dense") else _pair_tiles(shape)
     if tiles.path == rule.path == "pairs":
         return rule
@@ -153,10 +153,11 @@ def default_tiles(shape: Shape) -> Tiles:
     """A rule that fits registers at every rank."""
     if shape.op.startswith("dense"):
         return _dense_tiles(shape)
-    return _group_tiles(shape) if shape.rows >= 1024 else _pair_tiles(shape)
+    return group_tiles(shape) if shape.rows >= 1024 else _pair_tiles(shape)
 
 
-def _group_tiles(shape: Shape) -> Tiles:
+def group_tiles(shape: Shape) -> Tiles:
+    """The rule's for groups, however few the rows."""
     rank = padded_rank(shape.rank)
     block, stages = 64 if rank <= 128 else 32, 4 if rank <= 32 else 3
     steps = (192 if shape.op.endswith("expand") else 576) // block
