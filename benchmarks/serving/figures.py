@@ -90,8 +90,12 @@ def medians(repeats: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def kept(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every row that has a row of the base alone beside it: what share of its speed is left, and the bar for Tenantry's engine."""
+    """Of every row that has a row of the base alone beside it: what share of its speed is left, and the bar for Tenantry's engine.
+
+    Of the whole path also what it takes from the engine's speed and adds to its first token.
+    """
     base = {(row["model"], row["batch"]): row for row in rows if row["system"] == "vllm"}
+    engine = {(row["model"], row["batch"]): row for row in rows if row["system"] == SYSTEMS["c"]}
     shares: list[dict[str, Any]] = []
     for row in rows:
         alone = base.get((row["model"], row["batch"]))
@@ -104,5 +108,9 @@ def kept(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 bar = BARS.get((row["model"], phase), {}).get(row["batch"])
                 if bar is not None and row["system"].startswith("tenantry"):
                     found[f"{phase}_bar"] = bar
+        inner = engine.get((row["model"], row["batch"]))
+        if row["system"] == SYSTEMS["d"] and inner is not None:
+            found["otps_of_engine"] = round(row["otps"] / inner["otps"], 4)
+            found["ttft_added_ms"] = round(row["ttft_ms"] - inner["ttft_ms"], 3)
         shares.append(found)
     return shares

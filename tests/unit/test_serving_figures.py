@@ -85,6 +85,13 @@ def test_a_request_that_came_late_has_waited_since_it_was_due() -> None:
     assert found["requests"] == 2
 
 
+def test_the_whole_path_is_told_beside_the_engine_in_it() -> None:
+    rows = [row("vllm", itl_ms=5.0), row("tenantry-engine+8", otps=170.0, ttft_ms=160.0), row("tenantry+8", otps=168.3, ttft_ms=162.5)]
+    engine, path = figures.kept(rows)
+    assert "otps_of_engine" not in engine
+    assert (path["otps_of_engine"], path["ttft_added_ms"]) == (0.99, 2.5)
+
+
 def test_a_switch_costs_what_it_takes_more_than_repeating() -> None:
     found = switching.compared({"repeated": [10.0, 12.0], "alternating": [10.5, 13.0], "cold": [500.0]})
     assert found["alternating"] == {"ttft_p50_ms": 10.5, "ttft_p99_ms": 13.0, "requests": 2, "extra_p50_ms": 0.5, "extra_p99_ms": 1.0}
