@@ -81,7 +81,7 @@ def switching(found: Figures) -> str:
             cells += [_cell(row, column, 2) for column in ("ttft_p50_ms", "ttft_p99_ms", "extra_p50_ms", "extra_p99_ms")]
             parts.append("| " + " | ".join(cells) + " |")
         parts.append("")
-    return "\n".join(parts).rstrip()
+    return "\n".join(parts).rstrip() or "Switching and mounting were not measured in this run."
 
 
 def plot(found: Figures) -> str:
