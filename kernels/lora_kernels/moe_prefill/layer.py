@@ -142,8 +142,9 @@ def combine(
     """The sum over choices of down + weight * LoRA: [num_tokens, H]. `down` may be changed.
 
     down: [num_pairs, H], the base's rows with bias and routing weight. hidden: what `expand_activate` gave. topk_ids: as
-    given to the list. all_experts_local: no id in it is negative. tokens_by_adapter: `group_tokens` of the batch, the same for
-    all layers; made here where it is needed (`plan.token_block`) and None. out: as in `expand_activate`.
+    given to the list, a token's experts all different. all_experts_local: no id in it is negative. tokens_by_adapter:
+    `group_tokens` of the batch, the same for all layers; made here where it is needed (`plan.token_block`) and None.
+    out: as in `expand_activate`.
     """
     _check_work(lora, work, plan)
     check_tensor("down", down, dtypes=DTYPES, device=lora.down_b.device, shape=(work.num_pairs, lora.hidden_size))
