@@ -15,9 +15,9 @@ MIB = 1 << 20
 DEFAULTS = CostModel(prefill_token_us=25.0, decode_row_us=400.0, context_mib_us=0.5, adapter_mib_us=2.0)
 _FEATURES = 4
 _LEAST_STEPS = 32  # of a first fit
-_HOLD = 1e-6
-"""How strongly a fit holds on to the model before it: a coefficient a thousand times as large is as bad as a step that is off by all its
-time. Where steps do not tell coefficients apart, none goes astray that later ones would need."""
+_HOLD = 1e-7
+"""How strongly a fit holds on to the first model, at this engine's speed: a coefficient 3000 times as large is as bad as if every step
+were off by all its time. Where steps do not tell coefficients apart, none goes astray that later steps would need."""
 
 Features = tuple[float, float, float, float]
 
@@ -77,6 +77,7 @@ class CostFit:
 
     def __init__(self, model: CostModel = DEFAULTS, keep: float = 0.9) -> None:
         self.model = model
+        self._first = _values(model)
         self._keep = keep  # of what was seen before the last fit
         self._steps = 0
         self._since = 0
@@ -101,11 +102,11 @@ class CostFit:
         """The model from now on; as before, while too few steps are known."""
         if self._steps + self._since < _LEAST_STEPS or not self._since:
             return self.model
-        before = _values(self.model)
         gram = [row.copy() for row in self._gram]
         product = self._product.copy()
-        for index, (value, default) in enumerate(zip(before, _values(DEFAULTS), strict=True)):
-            hold = _HOLD * self._weight / max(value, default) ** 2
+        expected = self._first_at_this_speed()
+        for index, value in enumerate(expected):
+            hold = _HOLD * self._weight / value**2
             gram[index][index] += hold
             product[index] += hold * value
         self._steps += self._since
@@ -124,6 +125,13 @@ class CostFit:
             for column in range(_FEATURES):
                 self._gram[row][column] *= self._keep
         return self.model
+
+    def _first_at_this_speed(self) -> list[float]:
+        """The first model times the one factor that fits the steps best."""
+        first = self._first
+        told = sum(value * product for value, product in zip(first, self._product, strict=True))
+        square = sum(first[row] * first[column] * self._gram[row][column] for row in range(_FEATURES) for column in range(_FEATURES))
+        return [value * told / square for value in first]
 
 
 def non_negative_least_squares(gram: Sequence[Sequence[float]], product: Sequence[float]) -> list[float]:

@@ -72,7 +72,7 @@ def test_coefficients_are_found_again_from_noisy_steps() -> None:
     assert model.adapter_mib_us == pytest.approx(TRUE.adapter_mib_us, rel=0.1)
 
 
-def test_what_no_step_had_keeps_its_coefficient_and_too_few_steps_change_nothing() -> None:
+def test_what_no_step_had_keeps_its_proportion_and_too_few_steps_change_nothing() -> None:
     fit = CostFit(TRUE)
     for _ in range(31):
         fit.add((0.0, 2.0, 0.0, 0.0), 1000.0)
@@ -80,9 +80,21 @@ def test_what_no_step_had_keeps_its_coefficient_and_too_few_steps_change_nothing
     for _ in range(300):
         fit.add((0.0, 2.0, 0.0, 0.0), 1000.0)
     fitted = fit.refit()
-    assert fitted.prefill_token_us == TRUE.prefill_token_us
-    assert fitted.adapter_mib_us == TRUE.adapter_mib_us
     assert fitted.decode_row_us == pytest.approx(500.0, rel=0.01)
+    for name in ("prefill_token_us", "context_mib_us", "adapter_mib_us"):
+        assert getattr(fitted, name) == pytest.approx(getattr(TRUE, name) * 500.0 / TRUE.decode_row_us, rel=0.01)
+
+
+def test_what_steps_do_not_tell_apart_is_not_taken_for_the_costlier() -> None:
+    """Short contexts come with every decoded row: were their bytes to cost what the rows do, a long context would cost a fortune."""
+    fit, random = CostFit(), Random(5)
+    for _ in range(40):
+        for _ in range(100):
+            rows = random.randint(1, 16)
+            fit.add((0.0, float(rows), rows * 0.1, 0.0), 800.0 * rows * random.uniform(0.8, 1.2))
+        fit.refit()
+    assert fit.model.decode_row_us == pytest.approx(800.0, rel=0.1)
+    assert fit.model.context_mib_us < 800.0
 
 
 def test_an_engine_that_becomes_faster_is_followed() -> None:
