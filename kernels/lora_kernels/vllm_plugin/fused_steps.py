@@ -152,7 +152,8 @@ def begin_prefill(
     counts = {"num_adapters": lora.num_adapters, "num_experts": lora.num_experts}
     work = build_work_list(ids, slots, block_m=plan.block_m, adapter_enabled=context.adapter_enabled, **counts)
     tokens = None
-    if plan.token_block is not None and mapping is None:
+    # A list of all layers has tokens of adapters that leave this one alone too: `sum_experts` would read hidden rows that they do not have.
+    if plan.token_block is not None and plan.sum_experts is None and mapping is None:
         tokens = context.punica_wrapper.tokens_by_adapter(num_tokens, plan.token_block)
     return PrefillStep(
         lora=lora,
