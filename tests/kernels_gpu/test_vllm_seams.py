@@ -7,12 +7,16 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lora_kernels.configs.plans import LayerShape, plan_for
+from lora_kernels.moe_prefill import PrefillPlan, SumTiles
+from lora_kernels.moe_prefill.plan import TokenTiles
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own imports
@@ -231,17 +235,8 @@ class SeamTorchExperts(expert_seams.SeamExperts, TorchExperts):
     pass
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize(("activation", "slices"), [(MoEActivation.SILU, 2), (MoEActivation.SWIGLUOAI, 1)])
-def test_the_fused_paths_in_the_seams_give_what_the_path_by_call_gives(
-    wrapper: gpu_wrapper.GpuLoraWrapper,
-    random: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    activation: MoEActivation,
-    slices: int,
-    phase: str,
-) -> None:
-    context = MoELoRAContext(
+def layer_context(wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, slices: int) -> MoELoRAContext:
+    return MoELoRAContext(
         w13_lora_a_stacked=tuple(random(SLOTS, EXPERTS, RANK, HIDDEN) / 8 for _ in range(slices)),
         w13_lora_b_stacked=tuple(random(SLOTS, EXPERTS, 2 * INTERMEDIATE // slices, RANK) / 8 for _ in range(slices)),
         w2_lora_a_stacked=(random(SLOTS, EXPERTS, RANK, INTERMEDIATE) / 8,),
@@ -257,6 +252,19 @@ def test_the_fused_paths_in_the_seams_give_what_the_path_by_call_gives(
         punica_wrapper=wrapper,
         use_tuned_config=False,
     )
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(("activation", "slices"), [(MoEActivation.SILU, 2), (MoEActivation.SWIGLUOAI, 1)])
+def test_the_fused_paths_in_the_seams_give_what_the_path_by_call_gives(
+    wrapper: gpu_wrapper.GpuLoraWrapper,
+    random: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    activation: MoEActivation,
+    slices: int,
+    phase: str,
+) -> None:
+    context = layer_context(wrapper, random, slices)
     experts = SeamTorchExperts(activation)
     experts.set_lora_context(context)
     ids, weights = routing(random)
@@ -290,6 +298,41 @@ def test_the_fused_paths_in_the_seams_give_what_the_path_by_call_gives(
     assert fused_calls == [1]
     assert error(between, by_call.double()) < 2e-6
     assert torch.equal(base[6:11], between[6:11])
+
+
+@pytest.mark.parametrize("by_tokens", [False, True], ids=["schedule", "experts"])
+def test_an_adapter_that_leaves_the_experts_alone_changes_nothing_at_prefill_and_no_unwritten_row_is_read(
+    wrapper: gpu_wrapper.GpuLoraWrapper, random: Any, monkeypatch: pytest.MonkeyPatch, by_tokens: bool
+) -> None:
+    def plan_with_listed_tokens(shape: LayerShape, device: torch.device) -> PrefillPlan:
+        plan = plan_for(shape, device)
+        if by_tokens:
+            one_part = replace(plan.activate, parts=1)
+            tiles = TokenTiles(block_t=16, block_n=64, num_warps=4, num_stages=2)
+            return replace(plan, activate=one_part, expand_sum=None, sum_experts=tiles)
+        return replace(plan, expand_sum=SumTiles(block_m=plan.block_m, chunk_n=64, lead=1, ring=2), sum_experts=None)
+
+    monkeypatch.setattr(fused_steps, "plan_for", plan_with_listed_tokens)
+    monkeypatch.setattr(expert_seams, "DECODE_UP_TO_TOKENS", 0)
+    monkeypatch.setattr(expert_seams, "choose_path", lambda shape: "prefill")
+    context = layer_context(wrapper, random, 2)
+    experts = SeamTorchExperts(MoEActivation.SILU)
+    experts.set_lora_context(context)
+    ids, weights = routing(random)
+    case = (random(TOKENS, HIDDEN), random(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 8, random(EXPERTS, HIDDEN, INTERMEDIATE) / 8, ids, weights)
+    torch.use_deterministic_algorithms(True)  # torch.empty is full of NaN then
+    try:
+        with_both = experts.run(*case)
+        context.adapter_enabled[2] = 0
+        with_one = experts.run(*case)
+        wrapper.num_adapters = 0
+        base = experts.run(*case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert torch.equal(with_one[:11], base[:11])
+    assert error(with_one[11:], with_both[11:].double()) < 2e-6
+    assert error(with_both[:6], base[:6].double()) > 0.01
 
 
 def test_a_layer_of_more_slices_than_three_is_left_to_vllms_kernels_and_told_once(
