@@ -22,7 +22,7 @@ def context() -> dict[str, Any]:
             "system": platform.platform(terse=True),
             "load_1m": round(os.getloadavg()[0], 2),
         },
-        "commit": _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else ""),
+        "commit": _git("rev-parse", "HEAD") + ("+changes" if _changed() else ""),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
     }
 
@@ -37,6 +37,11 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def _changed() -> bool:
+    """Whether tracked files differ from the commit, results apart: a program of several parts writes its own as it goes."""
+    return bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"))
 
 
 def _git(*args: str) -> str:
