@@ -102,11 +102,14 @@ def main() -> int:
     for number, key in enumerate(keys, 1):
         try:
             row = measure(key, with_vllm=with_vllm, bandwidth=bandwidth)
+            torch.cuda.empty_cache()
+        except torch.AcceleratorError as error:  # the process has lost the GPU
+            failed.append(f"{key}: {str(error)[:100]}; the {len(keys) - number} rows after it were not measured")
+            break
         except Exception as error:  # noqa: BLE001 - the other rows are still wanted
             failed.append(f"{key}: {type(error).__name__}: {str(error)[:300]}")
-            continue
-        finally:
             torch.cuda.empty_cache()
+            continue
         rows.append(row)
         results.save(chosen.to, [row], head)  # a run that is cut leaves what it has
         sys.stderr.write(f"{number} of {len(keys)}, {time.monotonic() - began:.0f} s: {results.line(row)}\n")

@@ -25,6 +25,14 @@ def metadata(token_slots: torch.Tensor, max_loras: int) -> Any:
     return meta
 
 
+def forget_addresses() -> None:
+    """vLLM keeps the strides of dense layers' weights by their addresses, where the next row's weights may lie: illegal accesses."""
+    from vllm.lora.ops.triton_ops import utils
+
+    utils._LORA_A_PTR_DICT.clear()
+    utils._LORA_B_PTR_DICT.clear()
+
+
 class VllmMoe:
     """One layer's w13 and w2; the sort of pairs is made once and used by both, as vLLM does."""
 

@@ -4,7 +4,7 @@ import torch
 
 from lora_kernels.bench.models import DenseLayer
 from lora_kernels.bench.routing import draw_adapters
-from lora_kernels.bench.vllm_peer import metadata, vllm_dense_
+from lora_kernels.bench.vllm_peer import forget_addresses, metadata, vllm_dense_
 from lora_kernels.configs import Tiles
 from lora_kernels.dense_expand import dense_expand_
 from lora_kernels.dense_shrink.op import dense_shrink
@@ -60,6 +60,7 @@ class DenseBench:
         dense_expand_(out, partials, b, slots, token_list=token_list, tiles=expand)
 
     def prepare_vllm(self) -> None:
+        forget_addresses()
         self.metas = [metadata(slots, self.num_slots) for slots in self.slots]
 
     def vllm(self, index: int) -> None:
