@@ -8,8 +8,8 @@ import pytest
 from lora_kernels.vllm_plugin import registration
 from lora_kernels.vllm_plugin.registration import LoraPath, decide
 
-CPU = LoraPath(vllm_releases=("0.32",), stock_is_right=False, install=lambda: None)
-GPU = LoraPath(vllm_releases=("0.26",), stock_is_right=True, install=lambda: None)
+CPU = LoraPath(vllm_releases=("0.32",), stock_is_right=False, proven=True, install=lambda: None)
+GPU = LoraPath(vllm_releases=("0.26",), stock_is_right=True, proven=False, install=lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ GPU = LoraPath(vllm_releases=("0.26",), stock_is_right=True, install=lambda: Non
         ("off", "cuda", "0.26.0", GPU, "off", True),
         ("on", "rocm", "0.26.0", None, "platform", True),
         ("", "cpu", "0.32.0", CPU, "active", True),
-        ("", "cuda", "0.26.0", GPU, "active", True),
+        ("", "cuda", "0.26.0", GPU, "not_proven", True),
     ],
 )
 def test_the_path_is_active_only_where_it_was_tested(
@@ -38,8 +38,8 @@ def test_the_path_is_active_only_where_it_was_tested(
 
 
 def test_the_paths_are_those_that_the_readme_names() -> None:
-    releases = {platform: (path.vllm_releases, path.stock_is_right) for platform, path in registration._PATHS.items()}
-    assert releases == {"cpu": (("0.32",), False), "cuda": (("0.26",), True)}
+    releases = {platform: (path.vllm_releases, path.stock_is_right, path.proven) for platform, path in registration._PATHS.items()}
+    assert releases == {"cpu": (("0.32",), False, True), "cuda": (("0.26",), True, False)}
 
 
 def test_a_process_in_which_vllm_did_not_call_the_plugin_says_so() -> None:

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 SETTING = "TENANTRY_KERNELS"
-"""Environment variable: `on`, which is the default, or `off`, which leaves vLLM as it was."""
+"""Environment variable: `on`, or `off`, which leaves vLLM as it was. Unset: on where the path is proven, off elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginStatus:
     """What the plugin is in this process.
 
-    active: vLLM runs our LoRA path. code: `active`, `not_registered`, `off`, `platform` or `vllm_version`.
+    active: vLLM runs our LoRA path. code: `active`, `not_registered`, `off`, `not_proven`, `platform` or
+    `vllm_version`.
     lora_is_right: batches that mix adapters and base rows are answered correctly; without it an engine with adapters
     must not start.
     """
@@ -61,6 +62,8 @@ def register() -> None:
     _status = decide(setting=setting, platform=platform, vllm_version=vllm.__version__, path=path)
     if _status.active and path is not None:
         path.install()
+    elif _status.code == "not_proven":
+        log.info("tenantry lora path: %s", _status.reason)
     elif not _status.lora_is_right:
         log.warning("tenantry lora path is not active: %s", _status.reason)
 
@@ -69,11 +72,13 @@ def register() -> None:
 class LoraPath:
     """One platform's path.
 
-    vllm_releases: major.minor, those it was tested with. stock_is_right: vLLM's own path answers correctly.
+    vllm_releases: major.minor, those it was tested with. stock_is_right: vLLM's own path answers correctly. proven: every family of
+    models was shown to be answered as vLLM's own kernels and merged weights answer it; until then it serves only where asked for.
     """
 
     vllm_releases: tuple[str, ...]
     stock_is_right: bool
+    proven: bool
     install: Callable[[], None]
 
 
@@ -89,6 +94,13 @@ def decide(*, setting: str, platform: str, vllm_version: str, path: LoraPath | N
     stock = "vLLM's own LoRA path serves" if path.stock_is_right else f"vLLM's own LoRA path on {platform} is wrong"
     if setting == "off":
         return PluginStatus(active=False, code="off", reason=f"{SETTING}=off: {stock}", lora_is_right=path.stock_is_right)
+    if not setting and not path.proven:
+        return PluginStatus(
+            active=False,
+            code="not_proven",
+            reason=f"our {platform} path serves only with {SETTING}=on, until it is proven for every family: {stock}",
+            lora_is_right=path.stock_is_right,
+        )
     if ".".join(vllm_version.split(".")[:2]) not in path.vllm_releases:
         return PluginStatus(
             active=False,
@@ -112,7 +124,7 @@ def _install_gpu() -> None:
 
 
 _PATHS = {
-    "cpu": LoraPath(vllm_releases=("0.32",), stock_is_right=False, install=_install_cpu),
-    "cuda": LoraPath(vllm_releases=("0.26",), stock_is_right=True, install=_install_gpu),
+    "cpu": LoraPath(vllm_releases=("0.32",), stock_is_right=False, proven=True, install=_install_cpu),
+    "cuda": LoraPath(vllm_releases=("0.26",), stock_is_right=True, proven=False, install=_install_gpu),
 }
 """By vLLM's device type; a platform that is not here keeps vLLM's own path."""
