@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
+from services.registry.fence import fence
 from shared.bus import (
     Bucket,
     Bus,
@@ -211,6 +212,10 @@ class Store:
             except Conflict:
                 await asyncio.sleep(random.uniform(0.0, 0.002 * min(attempt + 1, 25)))
         raise Conflict(f"{key} is changed too often by others; try again", key=key, retry_after_s=1.0)
+
+    async def fence_pool(self, pool_id: str) -> None:
+        """No change of the pool's entry that was decided before this is written after it. Charges keep the stamps that they have by now."""
+        await fence(self.live, state.POOL_PREFIX + pool_id, rewritten=lambda found: _accounted(found, found.value))
 
     async def change_record(self, adapter_id: str, decide: Callable[[AdapterRecord], AdapterRecord | None]) -> AdapterRecord | None:
         """The record after the change; None if it does not exist, or `decide` declines by None."""

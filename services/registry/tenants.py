@@ -147,7 +147,7 @@ class TenantService:
             or _is_lower(limits.host_cache_bytes, old.host_cache_bytes)
         ):
             for pool_id in await self._store.pools():
-                await fence(self._store.live, state.POOL_PREFIX + pool_id)
+                await self._store.fence_pool(pool_id)
 
     async def show(self, request: admin.ShowTenant) -> admin.TenantView:
         """With what it asks for, holds and may hold of everything.

@@ -11,7 +11,7 @@ import pytest
 from services.registry import usage_book
 from services.registry.reports import Reports
 from services.registry.settings import RegistrySettings
-from services.registry.store import open_store
+from services.registry.store import open_store, stamp_ms
 from services.registry.usage_book import UsageBook
 from services.registry.usage_keeper import UsageKeeper
 from services.registry.usage_tables import get_number
@@ -28,6 +28,7 @@ from shared.runtime import end
 from tests.integration.registry_rig import POOL, QUICK, Admin, running_registry, small_cluster
 from tests.integration.test_registry_adapters import adapter
 from tests.integration.test_usage_projection import EVERYTHING, Projection, mixed, projecting, publish
+from tests.unit.pool_values import admit, ask, pool, tenant
 from tests.usage_records import attempt, outcome
 from tests.waiting import until, until_async
 
@@ -309,6 +310,25 @@ async def test_messages_that_are_gone_and_in_no_snapshot_are_told_in_every_answe
     await forget_before(bus, USAGE_STREAM, last)
     async with projecting(bus, tmp_path / "a.sqlite") as one:
         assert (await one.answer()).missing > 0
+
+
+async def test_a_fence_leaves_charges_the_stamps_from_which_they_count(bus: Bus) -> None:
+    store = await open_store(bus)
+    empty = pool()
+    key = state.POOL_PREFIX + empty.pool_id
+
+    async def reserved(_: Entry | None) -> bytes:
+        return adapters.encode(admit(empty, tenant(), ask()))
+
+    await store.change(store.live, key, reserved)
+    first = await store.live.stamped(key)
+    assert first is not None
+    assert [charge.since_ms for charge in adapters.decode_pool(first.value).charges.values()] == [0]
+    await store.fence_pool(empty.pool_id)
+    fenced = await store.live.stamped(key)
+    assert fenced is not None
+    assert fenced.revision > first.revision
+    assert [charge.since_ms for charge in adapters.decode_pool(fenced.value).charges.values()] == [stamp_ms(first.stamp_s)]
 
 
 async def test_a_stream_made_anew_begins_a_new_book_and_the_old_one_is_kept_aside(bus: Bus, tmp_path: Path) -> None:
