@@ -109,8 +109,10 @@ class UsageBook:
         """What was closed and is not in the object store yet: days first, then the newest state, which needs them."""
         days = self.connection.execute("SELECT day, content FROM days WHERE stored = 0 ORDER BY day").fetchall()
         states = self.connection.execute("SELECT sequence, content, stored FROM states ORDER BY sequence DESC LIMIT 1").fetchall()
-        found = [Pending("days", day, day_object(iso_day(day)), content) for day, content in days]
-        return found + [Pending("states", sequence, state_object(sequence), content) for sequence, content, stored in states if not stored]
+        found = [Pending("days", day, day_object(self.created, iso_day(day)), content) for day, content in days]
+        return found + [
+            Pending("states", sequence, state_object(self.created, sequence), content) for sequence, content, stored in states if not stored
+        ]
 
     def mark_stored(self, pending: Pending) -> None:
         self._failpoint("snapshot stored")

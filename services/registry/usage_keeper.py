@@ -144,8 +144,9 @@ class UsageKeeper:
             if not await self._snapshots.store(each):
                 return
             await self._service.with_book(lambda book, each=each: book.mark_stored(each))
-        if pending:
-            await self._snapshots.forget_old_states()
+        created = await self._service.with_book(lambda book: book.created)
+        if pending and created:
+            await self._snapshots.forget_old_states(created)
         stream = await stream_state(self._store.bus, USAGE_STREAM)
         spare_before = await self._service.with_book(lambda book: book.spare_before(self._settings.usage_keep_days))
         if spare_before and spare_before > stream.first:

@@ -136,10 +136,9 @@ class UsageService:
         """
         expected = self._sequence + 1
         if batch[0].sequence > expected:
-            first = (await stream_state(self._store.bus, USAGE_STREAM)).first
-            if (
-                first > expected
-                and await self._snapshots.newest(lambda sequence: expected <= sequence and sequence + 1 >= first) is not None
+            state = await stream_state(self._store.bus, USAGE_STREAM)
+            if state.first > expected and await self._snapshots.newest(
+                state.created, lambda sequence: expected <= sequence and sequence + 1 >= state.first
             ):
                 raise _Behind
         missing = batch[-1].sequence - expected + 1 - len(batch)
@@ -161,7 +160,9 @@ class UsageService:
             log.warning("usage.stream_is_another", was=created, now=state.created, kept=str(_aside(self._path)))
             created, sequence = "", 0
         if not created or sequence + 1 < state.first:
-            found = await self._snapshots.newest(lambda snapshot: sequence < snapshot <= state.last and snapshot + 1 >= state.first)
+            found = await self._snapshots.newest(
+                state.created, lambda snapshot: sequence < snapshot <= state.last and snapshot + 1 >= state.first
+            )
             if found is not None:
                 book = await self._anew(book, keep=False)
                 await self._restored(book, *found)

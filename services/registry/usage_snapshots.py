@@ -15,7 +15,6 @@ from shared.errors import NotFound
 
 log = structlog.get_logger()
 
-_STATE_PREFIX = "state."
 _STATES_KEPT = 3
 
 
@@ -28,12 +27,21 @@ class Pending(msgspec.Struct, frozen=True):
     content: bytes
 
 
-def day_object(day: str) -> str:
-    return f"day.{day}"
+def day_object(created: str, day: str) -> str:
+    """Of the stream that was made at `created`: another stream's snapshots are never taken for this one's."""
+    return f"day.{_tag(created)}.{day}"
 
 
-def state_object(sequence: int) -> str:
-    return f"{_STATE_PREFIX}{sequence:020d}"
+def state_object(created: str, sequence: int) -> str:
+    return f"{_state_prefix(created)}{sequence:020d}"
+
+
+def _state_prefix(created: str) -> str:
+    return f"state.{_tag(created)}."
+
+
+def _tag(created: str) -> str:
+    return hashlib.sha256(created.encode()).hexdigest()[:16]
 
 
 class Snapshots:
@@ -63,30 +71,31 @@ class Snapshots:
             log.info("usage.snapshot_stored", object=pending.name, digest=ours, size_bytes=len(pending.content))
         return True
 
-    async def newest(self, usable: Callable[[int], bool]) -> tuple[bytes, dict[str, bytes]] | None:
-        """The newest state whose sequence is `usable` and whose days are all there, with them.
+    async def newest(self, created: str, usable: Callable[[int], bool]) -> tuple[bytes, dict[str, bytes]] | None:
+        """The newest state of the stream made at `created` whose sequence is `usable` and whose days are all there, with them.
 
         :raises BusUnavailable: no answer.
         """
-        for name in reversed(await self._states()):
-            if not usable(int(name.removeprefix(_STATE_PREFIX))):
+        for name in reversed(await self._states(created)):
+            sequence = int(name.removeprefix(_state_prefix(created)))
+            if not usable(sequence):
                 continue
             try:
                 state = await self._read(name)
-                days = {day: await self._read(day_object(day)) for day in needed_days(state)}
+                days = {day: await self._read(day_object(created, day)) for day in needed_days(state)}
             except (NotFound, ObjectCorrupt, msgspec.MsgspecError) as error:
                 log.error("usage.snapshot_unreadable", object=name, error=str(error))
                 continue
-            assert sequence_of(state) == int(name.removeprefix(_STATE_PREFIX))
+            assert sequence_of(state) == sequence
             return state, days
         return None
 
-    async def forget_old_states(self) -> None:
-        for name in (await self._states())[:-_STATES_KEPT]:
+    async def forget_old_states(self, created: str) -> None:
+        for name in (await self._states(created))[:-_STATES_KEPT]:
             await self._objects.delete(name)
 
-    async def _states(self) -> list[str]:
-        return [name for name in await self._objects.names() if name.startswith(_STATE_PREFIX)]
+    async def _states(self, created: str) -> list[str]:
+        return [name for name in await self._objects.names() if name.startswith(_state_prefix(created))]
 
     async def _read(self, name: str) -> bytes:
         path = self._scratch()

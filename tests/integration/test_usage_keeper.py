@@ -345,6 +345,26 @@ async def test_a_stream_made_anew_begins_a_new_book_and_the_old_one_is_kept_asid
     kept.close()
 
 
+async def test_snapshots_of_an_earlier_stream_are_not_taken_for_those_of_one_made_anew(bus: Bus, tmp_path: Path, days: Days) -> None:
+    async with projecting(bus, tmp_path / "a.sqlite") as one:
+        for number in range(2):
+            await a_day(bus, days, number, one)
+        await keeper_of(one).keep_snapshots()
+        earlier = (await stream_state(bus, USAGE_STREAM)).last
+    await bus.js.delete_stream(USAGE_STREAM)
+    await open_store(bus)
+    await mixed(bus, earlier, start=5000)
+    assert (await stream_state(bus, USAGE_STREAM)).last > earlier
+    for file in ("a.sqlite", "fresh.sqlite"):
+        async with projecting(bus, tmp_path / file) as reading:
+            assert (await reading.sums())["requests"] == earlier
+    async with projecting(bus, tmp_path / "a.sqlite") as one:
+        await a_day(bus, days, 9, one)
+        assert await one.service.with_book(lambda book: book.pending())
+        await keeper_of(one).keep_snapshots()
+        assert not await one.service.with_book(lambda book: book.pending())
+
+
 async def test_a_tenant_deleted_in_mid_month_keeps_its_usage_and_its_successor_of_the_name_sees_none_of_it(
     bus: Bus, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ def closed(book: UsageBook) -> tuple[list[tuple[int, bytes]], list[tuple[int, by
 
 
 def contents(book: UsageBook) -> dict[str, bytes]:
-    return {pending.name.removeprefix("day."): pending.content for pending in book.pending() if pending.table == "days"}
+    return {pending.name.rpartition(".")[2]: pending.content for pending in book.pending() if pending.table == "days"}
 
 
 def test_a_day_closes_an_hour_after_its_end_with_the_first_message_after_that(tmp_path: Path) -> None:
