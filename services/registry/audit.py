@@ -28,6 +28,7 @@ _TEXT_LIMIT = 200
 _WHAT_LIMIT_BYTES = 4096
 _SCAN_LIMIT = 5000  # messages looked at for one page
 _PAGE_LIMIT = 1000
+_LAST_YEAR = 9000  # beyond, a time may leave the calendar when it is moved between zones
 _LOOK_AHEAD = 500  # messages behind a page, among which the outcome of an operation that it shows as asked may stand
 
 
@@ -193,4 +194,6 @@ def _seconds(field: str, text: str) -> float:
         at = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError as error:
         raise InvalidRequest(f"{field} is {text[:40]!r}; expected a time like 2026-11-30T12:00:00Z", field=field, got=text[:40]) from error
+    if at.year > _LAST_YEAR:
+        raise InvalidRequest(f"{field} is {text[:40]!r}; expected a time up to the year {_LAST_YEAR}", field=field, got=text[:40])
     return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()

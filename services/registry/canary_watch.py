@@ -25,6 +25,7 @@ from shared.policy.mounts import Change, Outcome
 
 log = structlog.get_logger()
 
+_FORGOTTEN_S, _FORGOTTEN_WINDOWS = 3600.0, 20  # a router's counters that stood still so long begin anew; until then a late request counts
 _REPAIR_S = 2.0  # a stop that its version's record does not tell after this long is told by whoever sees it
 
 
@@ -87,30 +88,39 @@ class CanaryWatch:
             await asyncio.sleep(self._tick_s)
             try:
                 await self._round()
-            except TenantryError as error:
-                log.warning("canary.watch_failed", code=error.code, message=error.message)
             except Exception:
                 log.exception("canary.watch_failed")
 
     async def _round(self) -> None:
         now_s = asyncio.get_running_loop().time()
         kept: dict[tuple[str, int], _Trial] = {}
-        self._runs = {}
+        runs: dict[str, int] = {}
+        found: list[tuple[PoolEntry, int, str, str, Canary]] = []
         for pool, revision in self._pools():
             for tenant, trials in pool.canaries.items():
                 for alias, canary in trials.items():
                     name = (canary.adapter_id, canary.resumed)
-                    self._runs[canary.adapter_id] = canary.resumed
+                    runs[canary.adapter_id] = canary.resumed
                     kept[name] = self._trials.get(name) or _Trial()
                     kept[name].window_s = canary.stop.window_s
-                    kept[name].forget(now_s - 2 * canary.stop.window_s)
-                    if canary.stopped and name not in self._told:
-                        await self._tell_stop(pool, revision, canary)
-                    elif not canary.stopped:
-                        await self._judge(pool, tenant, alias, canary)
-        self._trials = kept
+                    kept[name].forget(now_s - max(_FORGOTTEN_S, _FORGOTTEN_WINDOWS * canary.stop.window_s))
+                    found.append((pool, revision, tenant, alias, canary))
+        self._runs, self._trials = runs, kept
         self._told &= kept.keys()
         self._untold.keep({adapter_id for adapter_id, _ in kept})
+        for pool, revision, tenant, alias, canary in found:
+            try:
+                await self._look_at(pool, revision, tenant, alias, canary)
+            except TenantryError as error:  # this trial again in the next round; the others now
+                log.warning("canary.watch_failed", adapter=canary.adapter_id, code=error.code, message=error.message)
+            except Exception:
+                log.exception("canary.watch_failed", adapter=canary.adapter_id)
+
+    async def _look_at(self, pool: PoolEntry, revision: int, tenant: str, alias: str, canary: Canary) -> None:
+        if not canary.stopped:
+            await self._judge(pool, tenant, alias, canary)
+        elif (canary.adapter_id, canary.resumed) not in self._told:
+            await self._tell_stop(pool, revision, canary)
 
     def _pools(self) -> list[tuple[PoolEntry, int]]:
         """As mirrored; decoded once per revision."""

@@ -50,7 +50,7 @@ def session_of(asked: Asked) -> str:
         return session
     try:
         named = _decode(asked.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
     found = named.user if named.user is not None else named.metadata
     if isinstance(found, dict):
