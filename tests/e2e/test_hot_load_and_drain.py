@@ -1,6 +1,8 @@
 """Adapters come and go in daylight: nothing that runs is cut, nothing is ever empty, what is released is really released."""
 
 import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
@@ -12,6 +14,29 @@ from tests.e2e.stack import DEMO, Stack
 
 STREAMS = 100  # more than the engine runs at once, so that most still run whatever its speed
 RUNNING = 20
+
+
+TRIES = 3
+
+
+class TooLate(Exception):
+    """The streams ended before what should have met them: nothing was tested."""
+
+
+def tried_again(test: Callable[[Stack, Asker], Awaitable[None]]) -> Callable[[Stack, Asker], Awaitable[None]]:
+    """A test that needs something to happen while streams run, however busy the machine: too late, and it is set up once more."""
+
+    @functools.wraps(test)
+    async def tried(stack: Stack, asker: Asker) -> None:
+        for left in reversed(range(TRIES)):
+            try:
+                await test(stack, asker)
+                return
+            except* TooLate:
+                if not left:
+                    raise
+
+    return tried
 
 
 def upload(stack: Stack, tenant: str, name: str, source: str) -> None:
@@ -57,6 +82,7 @@ async def all_accepted(stack: Stack, name: str) -> None:
         await asyncio.sleep(0.05)
 
 
+@tried_again
 async def test_a_hot_load_interrupts_none_of_the_running_streams(stack: Stack, asker: Asker) -> None:
     question, golden = asker.long_question("lora_sales")
     async with asker.clients() as clients, asyncio.TaskGroup() as group:
@@ -68,27 +94,33 @@ async def test_a_hot_load_interrupts_none_of_the_running_streams(stack: Stack, a
         hot = await ask(clients["cs"], "hot", pair["question"], stream=False)
         answers = [await task for task in tasks]
     try:
-        assert still_running, "the load must have ended while streams ran"
         assert [answer.error for answer in answers] == [None] * STREAMS
         assert {answer.text for answer in answers} == {golden}
-        assert (hot.text, hot.model) == (pair["answer"], "hot@1")
+        assert hot.text == pair["answer"]
+        assert hot.model.startswith("hot@")
+        if not still_running:
+            raise TooLate("the load must have ended while streams ran")
     finally:
         stack.admin.unload("hot", "cs", wait=True)
 
 
+@tried_again
 async def test_a_drain_lets_running_streams_end_and_refuses_new_ones_at_once(stack: Stack, asker: Asker) -> None:
     await asyncio.to_thread(upload, stack, "cs", "leaving", "lora_cs")
     question, golden = asker.long_question("lora_cs")
     async with asker.clients() as clients, asyncio.TaskGroup() as group:
         tasks = await started_streams(clients["cs"], "leaving", question, group)
         await all_accepted(stack, "leaving")
-        assert sum(not task.done() for task in tasks) >= RUNNING, "the streams are too short to drain while they run"
+        running = sum(not task.done() for task in tasks)
         await asyncio.to_thread(stack.admin.unload, "leaving", "cs")
+        if running < RUNNING:
+            raise TooLate("the streams are too short to drain while they run")
         refused = await ask(clients["cs"], "leaving", question, stream=True)
         assert isinstance(refused.error, openai.NotFoundError)
         assert refused.error.code == "adapter_not_found"
         still_running = [task for task in tasks if not task.done()]
-        assert still_running, "the refusal must come while the old streams run"
+        if not still_running:
+            raise TooLate("the refusal must come while the old streams run")
         answers = [await task for task in tasks]
     assert [answer.error for answer in answers] == [None] * STREAMS
     assert {answer.text for answer in answers} == {golden}
@@ -112,6 +144,7 @@ async def released(stack: Stack, tenant: str, name: str) -> None:
         await asyncio.sleep(0.1)
 
 
+@tried_again
 async def test_a_drain_whose_deadline_passes_ends_what_still_runs_with_an_explicit_error(stack: Stack, asker: Asker) -> None:
     await asyncio.to_thread(upload, stack, "cs", "hurried", "lora_cs")
     question, golden = asker.long_question("lora_cs")
@@ -122,7 +155,8 @@ async def test_a_drain_whose_deadline_passes_ends_what_still_runs_with_an_explic
         answers = [await task for task in tasks]
     assert all(answer.error is not None or answer.text == golden for answer in answers)
     cut = [answer for answer in answers if answer.error is not None]
-    assert cut, "the deadline must have passed for some"
+    if not cut:
+        raise TooLate("the deadline must have passed for some")
     assert all(not answer.finished for answer in cut)
     assert all("drain" in str(answer.error) for answer in cut)
     await released(stack, "cs", "hurried")
