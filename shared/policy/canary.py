@@ -135,7 +135,7 @@ def leaves_trial_alone(pool: PoolEntry, adapter_ids: Collection[str]) -> Conflic
     for tenant, trials in pool.canaries.items():
         for alias, trial in trials.items():
             stable = pool.aliases.get(tenant, {}).get(alias, "")
-            if stable in adapter_ids and trial.adapter_id not in adapter_ids:
+            if stable and stable in adapter_ids and trial.adapter_id not in adapter_ids:
                 version = pool.mounts[trial.adapter_id].version
                 return Conflict(
                     f"version {version} of {alias} is on trial: promote it or roll it back first, or unload both",
